@@ -1,0 +1,5 @@
+"""Milepost: a serving engine for hybrid language models with exact prefix reuse."""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"

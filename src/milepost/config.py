@@ -1,0 +1,71 @@
+"""Options as frozen dataclasses, validated once at the edge. Stdlib only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from milepost.errors import ConfigError
+
+DEFAULT_MATCH_UNIT = 32
+DEFAULT_DECODE_INTERVAL = 256
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The prefix cache.
+
+    Attributes:
+        cache_bytes: one budget for pages and states together.
+        match_unit: tokens; the finest boundary where a hit may land (`--prefix-match-unit`).
+        enable_prefix_caching: off = every request is computed from its first token.
+        checkpoint_interval: tokens between `interval` checkpoints; None = from the model's sizes,
+            0 = off (`--prefix-cache-retention-interval`).
+        decode_interval: tokens between `decode` checkpoints that are kept (`--decode-interval`).
+        max_states_per_path: upper bound of checkpoints on one path; None = no bound.
+    """
+
+    cache_bytes: int
+    match_unit: int = DEFAULT_MATCH_UNIT
+    enable_prefix_caching: bool = True
+    checkpoint_interval: int | None = None
+    decode_interval: int = DEFAULT_DECODE_INTERVAL
+    max_states_per_path: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.cache_bytes < 1:
+            raise ConfigError("cache_bytes", f"must be positive, not {self.cache_bytes}")
+        if self.match_unit < 1:
+            raise ConfigError("prefix_match_unit", f"must be at least 1 token, not {self.match_unit}")
+        interval = self.checkpoint_interval
+        if interval is not None and (interval < 0 or interval % self.match_unit):
+            raise ConfigError(
+                "prefix_cache_retention_interval",
+                f"must be 0 or a multiple of the match unit {self.match_unit}, not {interval}",
+            )
+        if self.decode_interval < 0 or self.decode_interval % self.match_unit:
+            raise ConfigError(
+                "decode_interval",
+                f"must be 0 or a multiple of the match unit {self.match_unit}, not {self.decode_interval}",
+            )
+        if self.max_states_per_path is not None and self.max_states_per_path < 1:
+            raise ConfigError("max_states_per_path", "must be at least 1; leave it out for no bound")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Batching.
+
+    Attributes:
+        max_num_batched_tokens: tokens per step over all requests.
+        max_num_seqs: requests that run at the same time.
+        max_model_len: prompt and output tokens of one request.
+    """
+
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    max_model_len: int = 32768
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, f"must be at least 1, not {getattr(self, name)}")

@@ -1,0 +1,1 @@
+"""The torch-free core: cache, checkpoints, scheduling. Usable as a library."""

@@ -1,0 +1,187 @@
+"""The messages between scheduler and worker. Plain data: they round-trip through msgpack.
+
+The plan carries every decision; the worker derives none. Token ids travel as little-endian
+uint32 bytes (`array("I").tobytes()`), which is also what the hash chain reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+ZERO_STATE = -1
+"""`initial_slots` entry: start from the defined initial state (zeros), not from a slot."""
+
+
+@dataclass(slots=True)
+class SamplingParams:
+    """How tokens of one choice are sampled. Noise is keyed by (seed, choice_index, output position).
+
+    Attributes:
+        temperature: 0 = greedy.
+        top_k: 0 = off.
+        min_p: 0.0 = off, relative to the most likely token.
+        num_logprobs: None = none; k >= 0 = log-probability of the sampled token and of the k best.
+        logit_bias: token id -> value added to its logit.
+        min_tokens: while fewer tokens were generated, `stop_token_ids` cannot be sampled.
+        stop_token_ids: ids that end the request (EOS included unless ignored).
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int = 0
+    choice_index: int = 0
+    num_logprobs: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the worker must know the tokens so far (penalties look at them)."""
+        return (
+            self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+        )
+
+
+@dataclass(slots=True)
+class WorkerRequest:
+    """A request the worker meets for the first time (or again, after a preemption).
+
+    Attributes:
+        tokens: all tokens known so far (uint32 LE) if `sampling.needs_history`, else empty.
+        num_prompt_tokens: length of the prompt; tokens behind it were generated.
+        page_tables: per attention group, the page ids of units [0, k) that were reused.
+    """
+
+    request_id: int
+    sampling: SamplingParams
+    num_prompt_tokens: int
+    tokens: bytes
+    page_tables: list[list[int]]
+
+
+@dataclass(slots=True)
+class StateExport:
+    """Write the state at `position` into `slots` (one per recurrent group).
+
+    `offset` = position - chunk start, 1 <= offset <= chunk length; offset == length is the state
+    at the end of the chunk.
+    """
+
+    offset: int
+    slots: list[int]
+    position: int
+    reason: str
+
+
+@dataclass(slots=True)
+class ChunkPlan:
+    """Tokens [start, end) of one request, to be processed in this step.
+
+    Attributes:
+        tokens: the end - start token ids (uint32 LE).
+        new_pages: per attention group, page ids to append to the request's page table *before*
+            the forward pass (they hold positions from the first unit the table does not cover).
+        initial_slots: per recurrent group, where to read the state at `start`: a slot, or ZERO_STATE.
+            The slot is read only; it may be a checkpoint shared with other requests.
+        running_slots: per recurrent group, where to write the state at `end`. May equal
+            `initial_slots` (in place).
+        exports: ascending by offset.
+        num_samples: 1 if a token is sampled from the last row, 0 if the prefill goes on.
+        output_position: index of the sampled token among the request's outputs (keys the noise).
+    """
+
+    request_id: int
+    start: int
+    end: int
+    tokens: bytes
+    new_pages: list[list[int]]
+    initial_slots: list[int]
+    running_slots: list[int]
+    exports: list[StateExport]
+    num_samples: int
+    output_position: int
+
+
+@dataclass(slots=True)
+class StateCopy:
+    """Copy a state slot inside one recurrent group's pool, before the forward pass."""
+
+    group: int
+    source_slot: int
+    destination_slot: int
+
+
+@dataclass(slots=True)
+class PoolDiscard:
+    """Records whose memory goes back to the operating system before anything else in the step.
+
+    `pool` counts attention groups first, then recurrent groups.
+    """
+
+    pool: int
+    record_ids: list[int]
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step. Order for the worker: discards, finished, started, copies, forward over chunks.
+
+    All reads of initial states and checkpoints see the contents from before the step.
+    """
+
+    step_id: int
+    chunks: list[ChunkPlan]
+    started: list[WorkerRequest] = field(default_factory=list)
+    finished: list[int] = field(default_factory=list)
+    copies: list[StateCopy] = field(default_factory=list)
+    discards: list[PoolDiscard] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.end - chunk.start for chunk in self.chunks)
+
+
+@dataclass(slots=True)
+class SampledToken:
+    """A sampled token.
+
+    Attributes:
+        logprob: natural log-probability under the model's raw distribution (before temperature and
+            filters), if asked for.
+        top_logprobs: the most likely (token id, logprob), descending.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ChunkResult:
+    """Acknowledges what the worker really wrote for one chunk.
+
+    Attributes:
+        end: position of the running state after the step; pages [start, end) are written.
+        exported_positions: positions whose export was written.
+        sampled: `num_samples` tokens.
+    """
+
+    request_id: int
+    end: int
+    exported_positions: list[int]
+    sampled: list[SampledToken]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step did. A chunk without a result did not happen: its request is failed by the core."""
+
+    step_id: int
+    chunk_results: list[ChunkResult]
+    error: str | None = None
