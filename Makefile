@@ -1,0 +1,95 @@
+# Every target works alone on a fresh clone: it creates .venv and installs what it needs first.
+# A stamp file per set of extras makes the second call instant.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+TORCH := torch==2.13.0
+HOST ?= 127.0.0.1
+PORT ?= 8000
+MODEL ?=
+SERVE_ARGS ?=
+PYTEST_ARGS ?=
+
+# The first interpreter that runs, is recent enough and can make a virtual environment. A name on PATH
+# is not enough: a version manager leaves launchers there for interpreters that are not active.
+PYTHON ?= $(shell for p in python3.11 /usr/bin/python3.11 python3.12 python3.13 python3; do \
+	if $$p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then echo $$p; break; fi; done)
+
+# The tests compare bits: one thread per process keeps two workers from fighting for the cores.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+
+.PHONY: help
+help: ## this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | column -t -s '|'
+
+$(VENV)/bin/python:
+	@if [ -z "$(PYTHON)" ]; then \
+		echo 'Milepost needs Python 3.11 or newer with venv (Debian: apt install python3.11 python3.11-venv).' >&2; exit 1; fi
+	@echo "== $(VENV): new virtual environment of $$($(PYTHON) --version) =="
+	@$(PYTHON) -m venv $(VENV)
+
+# torch goes in first and stays: constraints.txt repeats the version for every later install.
+$(VENV)/.stamp-torch: constraints.txt | $(VENV)/bin/python
+	@echo '== torch (the large one) =='
+	@$(PIP) install '$(TORCH)'
+	@touch $@
+
+# The package with the extras named in the stamp: make $(VENV)/.stamp-serve, -test, -full, -lint, -bench.
+EXTRAS_serve := cpu,server
+EXTRAS_test := cpu,server,test
+EXTRAS_full := cpu,server,test,oracle
+EXTRAS_lint := cpu,server,test,lint
+EXTRAS_bench := cpu,server,bench
+$(VENV)/.stamp-%: pyproject.toml constraints.txt $(VENV)/.stamp-torch
+	@echo '== milepost[$(EXTRAS_$*)] =='
+	@$(PIP) install -c constraints.txt -e '.[$(EXTRAS_$*)]'
+	@touch $@
+
+.PHONY: serve
+serve: $(VENV)/.stamp-serve ## serve the embedded model (or MODEL=dir) on HOST:PORT, 127.0.0.1:8000
+	$(VENV)/bin/milepost serve $(MODEL) --host $(HOST) --port $(PORT) $(SERVE_ARGS)
+
+.PHONY: test
+test: $(VENV)/.stamp-test ## the tests, offline, in under ten minutes
+	$(TEST_ENV) $(PY) -m pytest -m 'not slow and not service and not oracle' $(PYTEST_ARGS)
+
+.PHONY: test-full
+test-full: $(VENV)/.stamp-full ## what `make test` leaves out: long simulation, oracles, services
+	$(TEST_ENV) $(PY) -m pytest -m 'slow or service or oracle' $(PYTEST_ARGS)
+
+# An environment without torch and numpy, not one that hides them.
+.PHONY: test-core
+test-core: .venv-core/.stamp ## core and simulator where torch and numpy are not installed
+	.venv-core/bin/python -m pytest -m 'not slow and not service and not oracle' tests/core tests/sim tests/test_torch_free.py $(PYTEST_ARGS)
+
+.venv-core/.stamp: pyproject.toml constraints.txt
+	@echo '== .venv-core: base dependencies only =='
+	@$(PYTHON) -m venv .venv-core
+	@.venv-core/bin/python -m pip --disable-pip-version-check install -c constraints.txt -e '.[test-core]'
+	@touch $@
+
+.PHONY: lint
+lint: $(VENV)/.stamp-lint ## ruff, format, mypy, import contracts
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports --no-logo
+
+.PHONY: format
+format: $(VENV)/.stamp-lint ## rewrite the sources in the project's format
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+.PHONY: bench
+bench: $(VENV)/.stamp-bench ## scheduler cost and the ten-turn chat, with numbers of this machine
+	$(PY) bench/core.py
+	$(PY) bench/multiturn.py
+
+.PHONY: clean
+clean: ## remove environments and caches
+	rm -rf $(VENV) .venv-core build dist src/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
