@@ -1,0 +1,1 @@
+"""Cache policies of other engines, modelled so that they can be run beside Milepost's own."""
