@@ -19,7 +19,10 @@ VIOLATIONS = {
     "Layers inside core": ("core/units.py", "import milepost.core.plan"),
     "Core, stores and simulator import no heavy library": ("core/plan.py", "import numpy"),
     "The checkpoint rules have one caller": ("core/plan.py", "import milepost.core.checkpoints"),
-    "Group managers do not know each other": ("core/groups/recurrent.py", "import milepost.core.groups.attention"),
+    "Group managers do not know each other": (
+        "core/groups/recurrent.py",
+        "import milepost.core.groups.attention",
+    ),
 }
 
 

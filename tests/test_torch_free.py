@@ -11,7 +11,17 @@ import pytest
 SRC = Path(__file__).resolve().parent.parent / "src"
 LIGHT_PACKAGES = ("core", "stores", "sim")
 LIGHT_MODULES = ("milepost", "milepost.config", "milepost.errors")
-HEAVY = ("torch", "numpy", "triton", "transformers", "tokenizers", "safetensors", "fastapi", "uvicorn", "jinja2")
+HEAVY = (
+    "torch",
+    "numpy",
+    "triton",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "fastapi",
+    "uvicorn",
+    "jinja2",
+)
 BLOCK_HEAVY = f"import sys\nfor name in {HEAVY!r}:\n    sys.modules[name] = None\n"
 
 
