@@ -1,0 +1,467 @@
+"""Block tables, lookup and keying of the `align` policy: upstream's coordinator and its two managers."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from milepost.core.units import ceil_div, floor_to
+from milepost.errors import InvariantError
+from milepost.sim.policies.align_pool import NULL_BLOCK, BlockKey, BlockPool
+from milepost.sim.policies.align_rules import AlignConfig, checkpoint_column, proof_margin, replay_boundaries
+
+
+@dataclass(frozen=True, slots=True)
+class AlignHit:
+    """Outcome of a lookup.
+
+    Attributes:
+        num_tokens: where the request would resume; attention and state both exist there.
+        junction: longest prefix a single group matched, if the hit is shorter, else None.
+        attention_blocks: per attention group the blocks that hold [0, num_tokens).
+        state_block: block that holds the state at `num_tokens`; NULL_BLOCK without a hit.
+    """
+
+    num_tokens: int
+    junction: int | None
+    attention_blocks: tuple[tuple[int, ...], ...]
+    state_block: int
+
+
+class BlockCopy(NamedTuple):
+    """Copy-on-write for the worker, run before the forward of the step."""
+
+    group: int
+    source: int
+    destination: int
+
+
+class BoundaryOffer(NamedTuple):
+    """A state a connector may store: the exact block, and the boundary whose state it holds."""
+
+    group: int
+    block: int
+    num_tokens: int
+
+
+class Checkpoint(NamedTuple):
+    """An internal checkpoint reserved for the chunk in flight."""
+
+    position: int
+    column: int
+
+
+@dataclass(slots=True, eq=False)
+class AlignRequest:
+    """Everything kept per request; the tables exist while `is_allocated`."""
+
+    request_id: Hashable
+    tokens: list[int]
+    num_prompt_tokens: int
+    num_external_tokens: int = 0
+    hashes: list[bytes] = field(default_factory=list)
+    junction: int | None = None
+    num_computed_tokens: int = 0
+    scheduled_start: int = 0
+    scheduled_end: int | None = None
+    is_allocated: bool = False
+    tables: list[list[int]] = field(default_factory=list)
+    num_cached_columns: list[int] = field(default_factory=list)
+    num_swept_columns: int = 0
+    checkpoint: Checkpoint | None = None
+    # A tail inside a block: (block, boundary). The entry moves before the owner overwrites the block.
+    producer: tuple[int, int] | None = None
+    held: list[int] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    new_blocks: list[list[int]] = field(default_factory=list)
+    new_keys: list[BlockKey] = field(default_factory=list)
+    offers: list[BoundaryOffer] = field(default_factory=list)
+
+    @property
+    def prefill_end(self) -> int:
+        return max(self.num_prompt_tokens, len(self.tokens) - 1)
+
+
+class _StateLayout(NamedTuple):
+    """How a state table grows: columns left behind, columns to fill with those and with new blocks."""
+
+    num_columns: int
+    moved: list[int]
+    filled: list[int]
+    checkpoint: Checkpoint | None
+    copies_first: bool  # a hit inside a block, or the owner writing past its own tail
+
+    @property
+    def num_new_blocks(self) -> int:
+        return len(self.filled) - len(self.moved) + self.copies_first
+
+
+class AlignManager:
+    def __init__(self, config: AlignConfig, record_events: bool = False) -> None:
+        self.config = config
+        self.pool = BlockPool(config.num_blocks, record_events)
+        self.cached_this_step: set[BlockKey] = set()
+        # Position whose state a block holds once the chunk in flight has run.
+        self._state_at: dict[int, int] = {}
+
+    # ------------------------------------------------------------------------------ lookup
+
+    def find_hit(self, hashes: list[bytes], num_tokens: int) -> AlignHit:
+        """Joint hit of a prompt of `num_tokens`, its last token excluded. No side effects.
+
+        Attention is looked up once per group and later only cut, so one pass reaches the fixed point.
+        """
+        config = self.config
+        length = longest = max(0, num_tokens - 1)
+        matches = []
+        for group in range(config.state_group):
+            match = self.find_attention(group, hashes, length)
+            length = min(length, match[0])
+            longest = length if group == 0 else longest
+            matches.append(match[1])
+        length, state_block = self._find_state(hashes, length)
+        blocks = tuple(
+            tuple(found[: ceil_div(length, size)])
+            for found, size in zip(matches, config.attention_group_tokens, strict=True)
+        )
+        return AlignHit(length, longest if longest > length else None, blocks, state_block)
+
+    def find_attention(self, group: int, hashes: list[bytes], max_tokens: int) -> tuple[int, list[int]]:
+        """Longest prefix of one attention group: tokens after the drop, and their blocks."""
+        config, unit = self.config, self.config.hash_block_size
+        size = config.attention_group_tokens[group]
+        fine = config.has_partial_hits
+        drops = config.drop_eagle_block and config.holds_draft(group)
+        limit = max_tokens + proof_margin(size, unit, fine) if drops else max_tokens
+        limit = min(limit, len(hashes) * unit)
+        blocks: list[int] = []
+        matched = 0
+        while matched + size <= limit:
+            block = self.pool.lookup(self._key(group, hashes, matched + size))
+            if block is None:
+                break
+            blocks.append(block)
+            matched += size
+        if fine:
+            for boundary in range(min(matched + size - unit, floor_to(limit, unit)), matched, -unit):
+                block = self.pool.lookup(self._key(group, hashes, boundary))
+                if block is not None:
+                    blocks.append(block)
+                    matched = boundary
+                    break
+        if drops:
+            matched -= min(config.hit_alignment, size)
+        matched = max(0, floor_to(matched, config.hit_alignment))
+        return matched, blocks[: ceil_div(matched, size)]
+
+    def _find_state(self, hashes: list[bytes], max_tokens: int) -> tuple[int, int]:
+        step = self.config.hit_alignment
+        top = floor_to(min(max_tokens, len(hashes) * self.config.hash_block_size), step)
+        for boundary in range(top, 0, -step):
+            block = self.pool.lookup(self._key(self.config.state_group, hashes, boundary))
+            if block is not None:
+                return boundary, block
+        return 0, NULL_BLOCK
+
+    def is_written(self, hashes: list[bytes], hit: AlignHit) -> bool:
+        """False while the state of the hit is only written by a chunk that is still in flight."""
+        if hit.num_tokens == 0:
+            return True
+        return self._key(self.config.state_group, hashes, hit.num_tokens) not in self.cached_this_step
+
+    # ------------------------------------------------------------------------------ allocation
+
+    def allocate(self, request: AlignRequest, hit: AlignHit, start: int, end: int) -> bool:
+        """Blocks for the chunk [start, end); False, and nothing changed, where the pool is too full.
+
+        `hit` counts for a request without blocks only; `start` exceeds it by what a connector loads.
+        """
+        config, pool = self.config, self.pool
+        local = 0 if request.is_allocated else hit.num_tokens
+        is_loaded = not request.is_allocated and start > local
+        layout = self._state_layout(request, local, is_loaded, start, end)
+        num_new = layout.num_new_blocks + is_loaded
+        for group, size in enumerate(config.attention_group_tokens):
+            owned = len(request.tables[group]) if request.is_allocated else ceil_div(local, size)
+            num_new += max(0, ceil_div(end, size) - owned) + (local % size > 0)
+        touched = [] if request.is_allocated else [b for found in hit.attention_blocks for b in found]
+        if local and not is_loaded:
+            touched.append(hit.state_block)
+        if not pool.can_allocate(num_new + sum(pool.is_free(block) for block in dict.fromkeys(touched))):
+            return False
+        if not request.is_allocated:
+            request.tables = [[] for _ in range(config.state_group + 1)]
+        request.new_blocks = [[] for _ in range(config.state_group + 1)]
+        for block in touched:
+            pool.touch(block)
+        for group, size in enumerate(config.attention_group_tokens):
+            table = request.tables[group]
+            if not request.is_allocated:
+                table.extend(hit.attention_blocks[group])
+                if local % size:
+                    table[-1] = self._private_copy(request, group, table[-1])
+            self._append(request, group, ceil_div(end, size) - len(table))
+        self._allocate_states(request, hit, is_loaded, layout, start, end)
+        if not request.is_allocated:
+            sizes = (*config.attention_group_tokens, config.mamba_block_size)
+            request.num_cached_columns = [local // size for size in sizes]
+            request.is_allocated = True
+        request.checkpoint = layout.checkpoint
+        return True
+
+    def _state_layout(
+        self, request: AlignRequest, local: int, is_loaded: bool, start: int, end: int
+    ) -> _StateLayout:
+        config = self.config
+        size, num_scratch = config.mamba_block_size, config.num_scratch_blocks
+        running = ceil_div(end, size) - 1
+        table = request.tables[-1] if request.is_allocated else []
+        owned = len(table) if request.is_allocated else ceil_div(start, size)
+        checkpoint = self._wanted_checkpoint(request, start, end)
+        keep = checkpoint.column if checkpoint else running
+        scratch = range(owned - num_scratch, owned) if request.is_allocated else range(0)
+        columns = max(owned, running + 1 + num_scratch)
+        filled = list(range(max(owned, running), columns))
+        if checkpoint and checkpoint.column >= owned:
+            filled.insert(0, checkpoint.column)
+        moved = [column for column in scratch if column < running and column != keep]
+        is_past_own_tail = request.producer is not None and table[running : running + 1] == [
+            request.producer[0]
+        ]
+        copies_first = is_past_own_tail or (local % size > 0 and not is_loaded)
+        return _StateLayout(columns, moved, filled, checkpoint, copies_first)
+
+    def _wanted_checkpoint(self, request: AlignRequest, start: int, end: int) -> Checkpoint | None:
+        """The checkpoint to reserve. With retention 0 only the last chunk of a prefill has one."""
+        config = self.config
+        if config.retention_interval == 0 and end < request.prefill_end:
+            return None
+        position = config.checkpoint_position(end, config.hit_alignment)
+        if not config.exports(start, end, position):
+            return None
+        return Checkpoint(position, checkpoint_column(end, config.mamba_block_size))
+
+    def _allocate_states(
+        self,
+        request: AlignRequest,
+        hit: AlignHit,
+        is_loaded: bool,
+        layout: _StateLayout,
+        start: int,
+        end: int,
+    ) -> None:
+        group, pool = self.config.state_group, self.pool
+        size = self.config.mamba_block_size
+        table = request.tables[group]
+        running = ceil_div(end, size) - 1
+        if not request.is_allocated and start:
+            table.extend([NULL_BLOCK] * ceil_div(start, size))
+            if is_loaded:
+                table[-1] = self._take(request, group)
+            elif layout.copies_first:
+                table[-1] = self._private_copy(request, group, hit.state_block)
+            else:
+                table[-1] = hit.state_block
+            self._state_at[table[-1]] = start
+        elif layout.copies_first:
+            self._move_own_tail(request, table[running])
+        elif request.producer and running >= ceil_div(start, size):
+            # The chunk runs in another column: the tail's block stays as it is.
+            request.offers.append(BoundaryOffer(group, *request.producer))
+            request.producer = None
+        if request.is_allocated and start >= request.prefill_end and running >= ceil_div(start, size):
+            # Decode across a block end: the worker puts the state at that end into the column below.
+            column = ceil_div(start, size) - 1
+            self._state_at[table[column]] = (column + 1) * size
+        table.extend([NULL_BLOCK] * (layout.num_columns - len(table)))
+        spare = [table[column] for column in layout.moved]
+        for column in layout.moved:
+            if not pool.is_writable(table[column]):
+                raise InvariantError(f"scratch block {table[column]} of {request.request_id!r} is shared")
+            table[column] = NULL_BLOCK
+        for column in layout.filled:
+            table[column] = spare.pop(0) if spare else self._take(request, group)
+        self._state_at[table[running]] = end
+        if layout.checkpoint:
+            self._state_at[table[layout.checkpoint.column]] = layout.checkpoint.position
+
+    def _move_own_tail(self, request: AlignRequest, block: int) -> None:
+        """Before the owner writes past its tail, the entry moves to a copy; the owner's table stays."""
+        assert request.producer is not None
+        group, pool = self.config.state_group, self.pool
+        copy = pool.allocate()
+        keys = pool.move_keys(block, copy)
+        pool.touch(block)
+        request.held += [block, copy]
+        request.copies.append(BlockCopy(group, block, copy))
+        self._state_at[copy] = request.producer[1]
+        self._note_written(request, keys)
+        if keys:
+            request.offers.append(BoundaryOffer(group, copy, request.producer[1]))
+        request.producer = None
+
+    def _private_copy(self, request: AlignRequest, group: int, source: int) -> int:
+        """A copy of a hit block to write into. The source keeps its reference until the copy has run."""
+        private = self._take(request, group)
+        self.pool.touch(private)
+        request.held += [source, private]
+        request.copies.append(BlockCopy(group, source, private))
+        return private
+
+    def _append(self, request: AlignRequest, group: int, count: int) -> None:
+        for _ in range(count):
+            request.tables[group].append(self._take(request, group))
+
+    def _take(self, request: AlignRequest, group: int) -> int:
+        block = self.pool.allocate()
+        request.new_blocks[group].append(block)
+        return block
+
+    # ------------------------------------------------------------------------------ keying
+
+    def cache(self, request: AlignRequest, start: int, end: int) -> None:
+        """Key what the chunk [start, end) will have written, as upstream does: when it is scheduled."""
+        config = self.config
+        registered = end if config.has_partial_hits else floor_to(end, config.scheduler_block_size)
+        finalized = end - (config.prefill_lookahead - 1)
+        for group, size in enumerate(config.attention_group_tokens):
+            limit = registered
+            if config.holds_draft(group):
+                limit = min(limit + (size if config.drop_eagle_block else 0), finalized)
+            self._cache_attention(request, group, limit)
+        self._cache_states(request, registered, start, end)
+
+    def _cache_attention(self, request: AlignRequest, group: int, limit: int) -> None:
+        config, unit = self.config, self.config.hash_block_size
+        size, table = config.attention_group_tokens[group], request.tables[group]
+        limit = min(limit, len(request.hashes) * unit)
+        for column in range(request.num_cached_columns[group], limit // size):
+            self.pool.cache_full(table[column], self._key(group, request.hashes, (column + 1) * size))
+            request.num_cached_columns[group] = column + 1
+        drops = config.drop_eagle_block and config.holds_draft(group)
+        tail = floor_to(request.num_prompt_tokens - (0 if drops else 1), unit)
+        if config.has_partial_hits and tail % size and tail <= limit:
+            self.pool.cache_partial(table[tail // size], self._key(group, request.hashes, tail))
+
+    def _cache_states(self, request: AlignRequest, registered: int, start: int, end: int) -> None:
+        config, pool, group = self.config, self.pool, self.config.state_group
+        size, table, hashed = (
+            config.mamba_block_size,
+            request.tables[group],
+            len(request.hashes) * config.hash_block_size,
+        )
+        written: list[tuple[int, int]] = []
+        reserved = request.checkpoint.column if request.checkpoint else None
+        for column in range(request.num_cached_columns[group], min(registered, hashed) // size):
+            block, boundary = table[column], (column + 1) * size
+            request.num_cached_columns[group] = column + 1
+            # The reserved block gets a provisional key here, which `_publish` replaces or withdraws.
+            holds_boundary = column == reserved or self._state_at.get(block) == boundary
+            if block != NULL_BLOCK and holds_boundary and self._is_retained(request, column):
+                pool.cache_full(block, self._key(group, request.hashes, boundary))
+                written.append((block, boundary))
+        if request.checkpoint:
+            self._publish(request, request.checkpoint, written)
+        elif config.has_partial_hits and end <= hashed and self._is_tail(request, start, end):
+            block = table[ceil_div(end, size) - 1]
+            pool.cache_partial(block, self._key(group, request.hashes, end))
+            written.append((block, end))
+            if end % size:
+                request.producer = (block, end)
+        for block, boundary in dict.fromkeys(written):
+            key = self._key(group, request.hashes, boundary)
+            if key in pool.keys_of(block):
+                self._note_written(request, [key])
+                if request.producer is None or request.producer[0] != block:
+                    request.offers.append(BoundaryOffer(group, block, boundary))
+
+    def _publish(self, request: AlignRequest, checkpoint: Checkpoint, written: list[tuple[int, int]]) -> None:
+        """Key the reserved block at the position it was written for, or not at all."""
+        config, (position, column) = self.config, checkpoint
+        block = request.tables[-1][column]
+        size = config.mamba_block_size
+        is_wanted = (
+            position == config.checkpoint_position(request.num_prompt_tokens, config.hit_alignment)
+            or (position % size == 0 and self._is_retained(request, position // size - 1))
+            or position == request.junction
+        )
+        if not is_wanted or position > len(request.hashes) * config.hash_block_size:
+            self.pool.remove_keys(block)
+            return
+        key = self._key(config.state_group, request.hashes, position)
+        if self.pool.primary_key(block) != key:
+            self.pool.cache_partial(block, key, replace_existing_hashes=True)
+        written.append((block, position))
+
+    def _is_tail(self, request: AlignRequest, start: int, end: int) -> bool:
+        """Whether a chunk end is a state worth an entry of its own: the prompt's tail, or a junction."""
+        unit = self.config.hash_block_size
+        if end % unit:
+            return False
+        is_junction = self.config.is_junction_exact and request.junction == end > start
+        return is_junction or end == self.config.checkpoint_position(request.num_prompt_tokens, unit)
+
+    def _is_retained(self, request: AlignRequest, column: int) -> bool:
+        """The retention mask of the state group for the block at `column`."""
+        config, size, interval = self.config, self.config.mamba_block_size, self.config.retention_interval
+        if interval is None or (interval and (column + 1) * size % interval == 0):
+            return True
+        reachable = replay_boundaries(
+            request.num_prompt_tokens, config.scheduler_block_size, config.drop_eagle_block
+        )
+        if request.junction is not None:
+            reachable.append(request.junction)
+            if config.drop_eagle_block and config.eagle_flags_all_groups:
+                reachable.append(request.junction - size)
+        return any(floor_to(p, config.hit_alignment) // size - 1 == column for p in reachable)
+
+    def _note_written(self, request: AlignRequest, keys: list[BlockKey]) -> None:
+        request.new_keys += keys
+        self.cached_this_step.update(keys)
+
+    def _key(self, group: int, hashes: list[bytes], num_tokens: int) -> BlockKey:
+        return BlockKey(hashes[num_tokens // self.config.hash_block_size - 1], group, num_tokens)
+
+    # ------------------------------------------------------------------------------ end of step
+
+    def commit(self, request: AlignRequest) -> None:
+        """The chunk in flight has run: its states exist, copies are done, states left behind go."""
+        assert request.scheduled_end is not None
+        request.num_computed_tokens, request.scheduled_end = request.scheduled_end, None
+        self._release_step(request)
+        table = request.tables[-1]
+        keep_from = (request.num_computed_tokens - 1) // self.config.mamba_block_size
+        left_behind = range(request.num_swept_columns, keep_from)
+        self.pool.free([table[column] for column in reversed(left_behind)])
+        for column in left_behind:
+            table[column] = NULL_BLOCK
+        request.num_swept_columns = max(request.num_swept_columns, keep_from)
+
+    def release(self, request: AlignRequest) -> None:
+        """Give all blocks back, tails first; offers nobody took are dropped. Entries stay findable."""
+        self._release_step(request)
+        for table in request.tables:
+            self.pool.free(reversed(table))
+        request.tables, request.num_cached_columns, request.num_swept_columns = [], [], 0
+        request.is_allocated, request.num_computed_tokens, request.scheduled_end = False, 0, None
+        request.producer = None
+        request.offers = []
+
+    def _release_step(self, request: AlignRequest) -> None:
+        self.pool.free(request.held)
+        self.cached_this_step.difference_update(request.new_keys)
+        request.held, request.copies, request.new_keys, request.checkpoint = [], [], [], None
+
+    def audit(self) -> None:
+        """Check that every state entry names a block that holds exactly that state.
+
+        Raises:
+            InvariantError: naming the entry.
+        """
+        for key in self.pool.keys():
+            block = self.pool.lookup(key)
+            if key.group == self.config.state_group and block is not None:
+                if self._state_at.get(block) != key.num_tokens:
+                    held = self._state_at.get(block)
+                    raise InvariantError(f"state block {block} is keyed {key.num_tokens} and holds {held}")
