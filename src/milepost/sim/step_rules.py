@@ -1,0 +1,85 @@
+"""Rules a step plan must keep whatever its records hold: ranges, exports, and who writes what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from milepost.core.plan import ChunkPlan
+from milepost.errors import MilepostError
+
+
+class FingerprintError(MilepostError):
+    """A plan would have computed a wrong answer, or broke the contract of `core.plan`.
+
+    Attributes:
+        check: short name of the assertion that fired.
+    """
+
+    def __init__(self, check: str, message: str) -> None:
+        super().__init__(f"{check}: {message}")
+        self.check = check
+
+
+def check_slots(
+    chunks: Sequence[ChunkPlan], num_recurrent: int, check_owner: Callable[[int, int, int], None]
+) -> None:
+    """No two chunks write one slot, and nobody writes what somebody else reads in the same step.
+
+    Args:
+        check_owner: called with (group, slot, request id) for every write.
+    """
+    readers: dict[tuple[int, int], set[int]] = {}
+    written: set[tuple[int, int]] = set()
+    seen: set[int] = set()
+    for chunk in chunks:
+        request_id = chunk.request_id
+        if request_id in seen:
+            raise FingerprintError("chunk", f"request {request_id} has two chunks in one step")
+        seen.add(request_id)
+        for slots in (chunk.initial_slots, chunk.running_slots, *(export.slots for export in chunk.exports)):
+            if len(slots) != num_recurrent:
+                raise FingerprintError("chunk", f"request {request_id}: one slot per recurrent group needed")
+        for key in enumerate(chunk.initial_slots):
+            readers.setdefault(key, set()).add(request_id)
+    for chunk in chunks:
+        request_id = chunk.request_id
+        for slots in (chunk.running_slots, *(export.slots for export in chunk.exports)):
+            for key in enumerate(slots):
+                group, slot = key
+                if slot < 0:
+                    raise FingerprintError("slot", f"request {request_id} writes slot {slot}")
+                if key in written:
+                    raise FingerprintError("slot", f"group {group}, slot {slot} is written twice in one step")
+                if readers.get(key, set()) - {request_id}:
+                    raise FingerprintError("slot", f"group {group}, slot {slot} is read by another request")
+                written.add(key)
+                check_owner(group, slot, request_id)
+
+
+def check_exports(chunk: ChunkPlan) -> None:
+    """Exports ascend, lie in (start, end], and offset and position name the same place."""
+    position = chunk.start
+    for export in chunk.exports:
+        if export.position != chunk.start + export.offset or not position < export.position <= chunk.end:
+            raise FingerprintError(
+                "export",
+                f"request {chunk.request_id}: position {export.position} at offset {export.offset} "
+                f"of [{chunk.start}, {chunk.end})",
+            )
+        position = export.position
+
+
+def check_sampling(chunk: ChunkPlan, num_prompt_tokens: int) -> None:
+    """At most one token is sampled, behind the prompt, and its noise has the right key."""
+    if chunk.num_samples not in (0, 1):
+        raise FingerprintError("sampling", f"request {chunk.request_id}: {chunk.num_samples} samples")
+    if not chunk.num_samples:
+        return
+    if chunk.end < num_prompt_tokens:
+        raise FingerprintError("sampling", f"request {chunk.request_id} samples inside its prompt")
+    if chunk.output_position != chunk.end - num_prompt_tokens:
+        raise FingerprintError(
+            "sampling",
+            f"request {chunk.request_id}: output {chunk.output_position} at position {chunk.end} "
+            f"of a prompt of {num_prompt_tokens}",
+        )
