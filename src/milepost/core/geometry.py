@@ -65,7 +65,9 @@ class CacheGeometry:
         if self.match_unit < 1:
             raise ConfigError("prefix_match_unit", f"must be at least 1 token, not {self.match_unit}")
         if not self.attention and not self.recurrent:
-            raise ConfigError("model", "has neither attention nor recurrent layers; there is nothing to cache")
+            raise ConfigError(
+                "model", "has neither attention nor recurrent layers; there is nothing to cache"
+            )
         for attention in self.attention:
             if attention.bytes_per_token < 1:
                 raise ConfigError(f"attention group {attention.name}", "bytes_per_token must be positive")
@@ -74,7 +76,9 @@ class CacheGeometry:
                 raise ConfigError(f"recurrent group {recurrent.name}", "state_bytes must be positive")
             alignment = recurrent.checkpoint_alignment
             if alignment is not None and alignment < 1:
-                raise ConfigError(f"recurrent group {recurrent.name}", "checkpoint_alignment must be positive or None")
+                raise ConfigError(
+                    f"recurrent group {recurrent.name}", "checkpoint_alignment must be positive or None"
+                )
         names = [g.name for g in self.attention] + [g.name for g in self.recurrent]
         if len(set(names)) != len(names):
             raise ConfigError("model", f"cache group names must be unique, got {names}")

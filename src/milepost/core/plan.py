@@ -43,9 +43,7 @@ class SamplingParams:
     @property
     def needs_history(self) -> bool:
         """Whether the worker must know the tokens so far (penalties look at them)."""
-        return (
-            self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
-        )
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
 @dataclass(slots=True)
@@ -87,6 +85,9 @@ class ChunkPlan:
         tokens: the end - start token ids (uint32 LE).
         new_pages: per attention group, page ids to append to the request's page table *before*
             the forward pass (they hold positions from the first unit the table does not cover).
+        replaced_pages: (attention group, unit, page id): from this step on the request reads this page
+            for the unit; somebody else published the same tokens first and the own page was freed.
+            Applied before `new_pages`.
         initial_slots: per recurrent group, where to read the state at `start`: a slot, or ZERO_STATE.
             The slot is read only; it may be a checkpoint shared with other requests.
         running_slots: per recurrent group, where to write the state at `end`. May equal
@@ -101,6 +102,7 @@ class ChunkPlan:
     end: int
     tokens: bytes
     new_pages: list[list[int]]
+    replaced_pages: list[tuple[int, int, int]]
     initial_slots: list[int]
     running_slots: list[int]
     exports: list[StateExport]

@@ -1,0 +1,65 @@
+"""Whether a request may start: it must not force those that run to give up their memory at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from milepost.config import CacheConfig, SchedulerConfig
+from milepost.core.geometry import CacheGeometry
+from milepost.core.lease import Lease
+from milepost.core.prefix_cache import Match, PrefixCache
+from milepost.core.request import Request
+from milepost.core.units import ceil_div
+from milepost.errors import ConfigError
+
+MIN_REQUEST_TOKENS = 2
+"""One prompt token and one generated token."""
+
+
+def largest_request_tokens(geometry: CacheGeometry, cache: CacheConfig, config: SchedulerConfig) -> int:
+    """Longest request (prompt and output) this budget can serve, at most `max_model_len`.
+
+    Raises:
+        ConfigError: not even a request of two tokens fits.
+    """
+    tokens = min(config.max_model_len, geometry.max_tokens_for(cache.cache_bytes))
+    if tokens < MIN_REQUEST_TOKENS:
+        needed = geometry.request_bytes(MIN_REQUEST_TOKENS)
+        raise ConfigError(
+            "cache_bytes",
+            f"{cache.cache_bytes} bytes cannot hold one request: pages of one match unit "
+            f"({geometry.unit_bytes} bytes) and one running state ({geometry.checkpoint_bytes} bytes) "
+            f"need {needed}. Raise --cache-bytes",
+        )
+    return tokens
+
+
+def worst_case_bytes(cache: PrefixCache, num_tokens: int, num_units_held: int, *, has_running: bool) -> int:
+    """Bytes still to be taken until `num_tokens` + 1 tokens are processed."""
+    units = max(0, ceil_div(num_tokens + 1, cache.match_unit) - num_units_held)
+    states = 0 if has_running else 1
+    return units * cache.geometry.unit_bytes + states * cache.geometry.checkpoint_bytes
+
+
+def fits(cache: PrefixCache, request: Request, match: Match, running: Sequence[Request]) -> bool:
+    """Whether `request` can be admitted beside `running` without preempting one of them soon.
+
+    Counts what each still needs to finish its prefill and its next token. An idle engine admits
+    anything, since `add` refused what does not fit alone.
+    """
+    if not running:
+        return True
+    needed = worst_case_bytes(cache, request.num_tokens, match.units, has_running=False)
+    leases: list[Lease] = []
+    for other in running:
+        lease = other.lease
+        if lease is None:
+            continue
+        leases.append(lease)
+        needed += worst_case_bytes(
+            cache, other.num_tokens, lease.num_units, has_running=lease.running is not None
+        )
+    if needed <= cache.memory.free_bytes:
+        return True
+    in_use = cache.in_use_bytes(leases, match.path[: match.units])
+    return in_use + needed <= cache.memory.budget_bytes

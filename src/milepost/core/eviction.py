@@ -1,0 +1,144 @@
+"""Carries out retention: ranks segments by value and drops or merges the least valuable ones."""
+
+from __future__ import annotations
+
+from milepost.core import reasons
+from milepost.core.geometry import CacheGeometry
+from milepost.core.memory import Memory
+from milepost.core.metrics import CacheCounters
+from milepost.core.retention import SegmentRecord, segment_value
+from milepost.core.tree import Node, PrefixTree
+from milepost.core.units import floor_div
+
+RANKING_LIFE_DIVISOR = 8
+"""A ranking of n candidates serves n / 8 evictions before it is made anew."""
+
+
+class Evictor:
+    """Frees records of unpinned nodes, least valuable first. Deterministic."""
+
+    def __init__(
+        self, tree: PrefixTree, memory: Memory, geometry: CacheGeometry, counters: CacheCounters
+    ) -> None:
+        self.tree = tree
+        self.memory = memory
+        self.geometry = geometry
+        self.counters = counters
+        self._ranking: list[tuple[Node, float]] = []
+        self._ranking_life = 0
+
+    def evict_one(self, now: float) -> bool:
+        """Free at least one record; False if everything left is in use. Amortised O(log n)."""
+        for node in self.tree.stranded.values():
+            if not node.pins:
+                self._drop_tail(node, "stranded", reasons.INTERVAL)
+                return True
+        is_fresh = False
+        while True:
+            while self._ranking and self._ranking_life > 0:
+                node, last_used = self._ranking.pop()
+                if node.states is None or node.pins or node.last_used != last_used:
+                    continue
+                if self.tree.index.get(node.key) is not node:
+                    continue
+                self._ranking_life -= 1
+                self._evict(node)
+                return True
+            if is_fresh:
+                return False
+            self._rank(now)
+            is_fresh = True
+
+    def evict_all(self) -> None:
+        """Free every record that no lease holds."""
+        while self.evict_one(0.0):
+            pass
+
+    def thin(self, node: Node, reason: str, num_hits: int) -> None:
+        """Free one checkpoint whose place has become unimportant, if nobody stands on it and it was
+        never hit (its hits are still the `num_hits` it was created with)."""
+        if node.states is None or node.pins or node.reason != reason or node.num_hits > num_hits:
+            return
+        self._free_state(node, "thin")
+        if not node.children:
+            self._drop_tail(node, "thin", reason)
+
+    def bound_path(self, node: Node, limit: int, now: float) -> None:
+        """Keep at most `limit` checkpoints on the path that ends at `node`, whose own is spared."""
+        on_path = [a for a in self.tree.ancestors(node) if a.states is not None]
+        excess = len(on_path) + 1 - limit
+        candidates = sorted(
+            (a for a in on_path if not a.pins and len(a.children) < 2),
+            key=lambda a: (segment_value(self._record(a), now), -a.depth),
+        )
+        for victim in candidates[: max(0, excess)]:
+            self.counters.refusals[reasons.REFUSED_STATES_PER_PATH, victim.reason] += 1
+            self._free_state(victim, "merge")
+
+    def _rank(self, now: float) -> None:
+        candidates = [
+            (segment_value(self._record(node), now), -index, node)
+            for index, node in enumerate(self.tree.state_nodes.values())
+            if not node.pins
+        ]
+        candidates.sort(key=lambda c: (-c[0], c[1]))
+        self._ranking = [(node, node.last_used) for _, _, node in candidates]
+        self._ranking_life = max(1, floor_div(len(candidates), RANKING_LIFE_DIVISOR))
+
+    def _record(self, node: Node) -> SegmentRecord:
+        below = self.tree.position_below(node)
+        is_leaf = not node.children
+        freed = self.geometry.checkpoint_bytes
+        if is_leaf:
+            freed += self._tail_units(node) * self.geometry.unit_bytes
+        return SegmentRecord(
+            num_saved_tokens=(node.depth - below) * self.geometry.match_unit,
+            freed_bytes=freed,
+            last_used=node.last_used,
+            num_hits=node.num_hits,
+            reason=node.reason,
+            is_leaf=is_leaf,
+        )
+
+    def _tail_units(self, node: Node) -> int:
+        """Units that go when leaf `node` is dropped: back to a checkpoint, a branch or a lease."""
+        units = 1
+        parent = node.parent
+        while parent is not None and not parent.is_root:
+            if parent.states is not None or parent.pins or len(parent.children) > 1:
+                break
+            units += 1
+            parent = parent.parent
+        return units
+
+    def _evict(self, node: Node) -> None:
+        reason = node.reason
+        move = "merge" if node.children else "drop"
+        self._free_state(node, move)
+        if move == "drop":
+            self._drop_tail(node, move, reason)
+
+    def _free_state(self, node: Node, move: str) -> None:
+        reason = node.reason
+        for index, slot in enumerate(self.tree.detach_state(node)):
+            self.memory.release(self.geometry.num_attention_groups + index, slot)
+        self.counters.evictions[move, reason] += 1
+        self.counters.evicted_bytes += self.geometry.checkpoint_bytes
+
+    def _drop_tail(self, node: Node, move: str, reason: str) -> None:
+        """Remove `node` and its ancestors as far as nothing else needs their pages."""
+        num_units = 0
+        current: Node | None = node
+        while current is not None and current.parent is not None:
+            if current.children or current.states is not None or current.pins:
+                break
+            parent = current.parent
+            for pool, page in enumerate(self.tree.remove_leaf(current)):
+                if page >= 0:
+                    self.memory.release(pool, page)
+            num_units += 1
+            current = parent
+        if move == "stranded":
+            self.counters.evictions[move, reason] += 1
+        self.counters.evicted_bytes += num_units * self.geometry.unit_bytes
+        self.counters.num_evicted_tokens += num_units * self.geometry.match_unit

@@ -1,0 +1,71 @@
+"""Why a request reused what it did: reason code, limiting group, first divergence."""
+
+from __future__ import annotations
+
+from milepost.core import reasons
+from milepost.core.hashing import KeyChain, tokens_from_bytes
+from milepost.core.prefix_cache import Match, PrefixCache
+from milepost.core.request import ReuseReport
+from milepost.core.tree import Node
+
+MAX_COMPARED_CHILDREN = 64
+"""Paths compared to name a divergence; the newest ones, since they are what a user has in mind."""
+
+
+def reuse_report(cache: PrefixCache, match: Match, chain: KeyChain, num_prompt_tokens: int) -> ReuseReport:
+    """Explain a match. Looks at paths of the request's own domain only."""
+    unit = cache.match_unit
+    divergence = first_divergence(cache, match, chain) if cache.config.enable_prefix_caching else None
+    lost = max(0, match.hit.attention_units - match.units) * unit
+    if cache.config.enable_prefix_caching:
+        cache.counters.lost_tokens_by_reason[reasons.NO_STATE] += lost
+    return ReuseReport(
+        num_prompt_tokens=num_prompt_tokens,
+        num_cached_tokens=min(match.position, num_prompt_tokens - 1),
+        num_matched_tokens={name: units * unit for name, units in match.hit.units_by_group.items()},
+        num_tokens_lost_to_missing_state=lost,
+        limiting_group=match.hit.limiting_group,
+        reason=_reason(cache, match, divergence),
+        divergence_position=divergence,
+    )
+
+
+def _reason(cache: PrefixCache, match: Match, divergence: int | None) -> str:
+    hit = match.hit
+    if not cache.config.enable_prefix_caching:
+        return reasons.DISABLED
+    if match.limit_units == 0:
+        return reasons.TOO_SHORT
+    if hit.units == match.limit_units:
+        return reasons.HIT
+    if match.is_media_bound:
+        return reasons.MEDIA_SPLIT
+    if hit.attention_units > hit.units:
+        return reasons.NO_STATE
+    if any(units > hit.units for units in hit.units_by_group.values()):
+        return reasons.NO_PAGES
+    if not match.path:
+        return reasons.COLD
+    return reasons.PATH_ENDS if divergence is None else reasons.DIVERGED
+
+
+def first_divergence(cache: PrefixCache, match: Match, chain: KeyChain) -> int | None:
+    """First token position at which the sequence differs from the nearest cached path.
+
+    None if no cached path goes on where the matched one ends, or if the sequence ends inside it.
+    """
+    unit = cache.match_unit
+    node: Node | None = match.path[-1] if match.path else cache.tree.roots.get(chain.root)
+    if node is None:
+        return None
+    start = node.depth * unit
+    mine = chain.tokens[start : start + unit]
+    longest = -1
+    for child in list(node.children.values())[-MAX_COMPARED_CHILDREN:]:
+        theirs = tokens_from_bytes(child.tokens)
+        common = 0
+        while common < min(len(mine), len(theirs)) and mine[common] == theirs[common]:
+            common += 1
+        if common < len(mine):
+            longest = max(longest, common)
+    return start + longest if longest >= 0 else None

@@ -1,0 +1,72 @@
+"""What one running request holds: its place in the tree, its pages and its running state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from milepost.core.hashing import KeyChain
+from milepost.core.tree import Node
+
+
+class Lease:
+    """Held from admission to the end of a request (or its preemption).
+
+    Attributes:
+        tip: deepest published node of the request's path; pinned once by this lease.
+        page_tables: per attention group, page ids of units [0, k). Units below `tip.depth` belong to
+            the tree.
+        running: per recurrent group, the slot the request mutates; None = it stands on the
+            checkpoint of `tip` (or on the zero state at the root) and has mutated nothing.
+        replaced: (group, unit, page) the worker must be told about: somebody else published the
+            unit first, the lease reads that page now and its own was freed.
+        exports: position -> slots reserved for checkpoints of the plan in flight.
+        num_hit_units: units reused at admission.
+        decode_nodes: decode checkpoints of this request, oldest first.
+        lineage: turns of the conversation this request continues; its checkpoints inherit it.
+    """
+
+    __slots__ = (
+        "chain", "conversation", "decode_nodes", "exports", "is_caching", "lineage",
+        "num_hit_units", "page_tables", "replaced", "running", "tip",
+    )  # fmt: skip
+
+    def __init__(self, chain: KeyChain, tip: Node, page_tables: list[list[int]], *, is_caching: bool) -> None:
+        self.chain = chain
+        self.tip = tip
+        self.page_tables = page_tables
+        self.running: list[int] | None = None
+        self.replaced: list[tuple[int, int, int]] = []
+        self.exports: dict[int, tuple[list[int], str]] = {}
+        self.num_hit_units = tip.depth
+        self.decode_nodes: list[Node] = []
+        self.is_caching = is_caching
+        self.conversation: str | None = None
+        self.lineage = 0
+
+    @property
+    def num_units(self) -> int:
+        """Units the page tables cover (0 for a model without attention)."""
+        return len(self.page_tables[0]) if self.page_tables else 0
+
+
+@dataclass(slots=True)
+class Reservation:
+    """Records taken for one chunk; nothing of it is visible before `PrefixCache.confirm`.
+
+    Attributes:
+        new_pages: per attention group, pages to append.
+        running: new running slots, or None if the lease already has some.
+        exports: position -> (slots, reason).
+        refused: (position, reason code) of exports that got no slot.
+    """
+
+    new_pages: list[list[int]]
+    running: list[int] | None
+    exports: dict[int, tuple[list[int], str]]
+    refused: list[tuple[int, str]]
+    records: list[tuple[int, int]]
+    """(pool, record id) of everything taken, for rollback."""
+    initial: list[int]
+    """Per recurrent group, where the chunk reads its initial state."""
+    reclaimed_reason: str | None = None
+    """Set if `running` was taken from the tip's own checkpoint, which is gone unless rolled back."""

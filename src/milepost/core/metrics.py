@@ -1,0 +1,67 @@
+"""Plain counters of the core. Every number is stated once, here; exporters only read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class CacheCounters:
+    """Monotonic counters.
+
+    Attributes:
+        num_queried_tokens: prompt tokens of admitted requests; equals hits + misses, always.
+        num_hit_tokens: of these, tokens that were not computed.
+        num_missed_tokens: of these, tokens that were computed.
+        misses_by_reason: requests by the reason code of their reuse report.
+        lost_tokens_by_reason: tokens of whole units that a hit did not cover, by reason code.
+        checkpoints_by_reason: checkpoints published.
+        evictions: (move, checkpoint reason) -> count; moves: "drop", "merge", "stranded", "thin".
+        evicted_bytes: bytes freed by evictions.
+        refusals: (why, checkpoint reason) -> count of checkpoints that were wanted and not kept.
+    """
+
+    num_queried_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_missed_tokens: int = 0
+    misses_by_reason: Counter[str] = field(default_factory=Counter)
+    lost_tokens_by_reason: Counter[str] = field(default_factory=Counter)
+    checkpoints_by_reason: Counter[str] = field(default_factory=Counter)
+    evictions: Counter[tuple[str, str]] = field(default_factory=Counter)
+    evicted_bytes: int = 0
+    num_evicted_tokens: int = 0
+    refusals: Counter[tuple[str, str]] = field(default_factory=Counter)
+    num_preemptions: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_steps: int = 0
+    num_sibling_waits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CoreStats:
+    """A snapshot: counters and gauges.
+
+    Attributes:
+        states_by_reason: checkpoints that exist now.
+        state_bytes: bytes of checkpoints; running_state_bytes: bytes of running slots.
+        page_bytes: bytes of pages in use.
+        committed_bytes: resident bytes of all pools, at most `budget_bytes`.
+        smallest_hit_prompt: shortest prompt (tokens) whose repetition can hit.
+    """
+
+    counters: CacheCounters
+    num_running: int
+    num_waiting: int
+    num_checkpoints: int
+    num_units: int
+    states_by_reason: dict[str, int]
+    state_bytes: int
+    running_state_bytes: int
+    page_bytes: int
+    used_bytes: int
+    committed_bytes: int
+    peak_committed_bytes: int
+    budget_bytes: int
+    smallest_hit_prompt: int

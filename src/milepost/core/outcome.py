@@ -1,0 +1,66 @@
+"""What a finished step means for one request: progress, published records, stop conditions."""
+
+from __future__ import annotations
+
+from milepost.core import reasons
+from milepost.core.plan import ChunkPlan, ChunkResult
+from milepost.core.prefix_cache import PrefixCache
+from milepost.core.request import Request, RequestUpdate
+from milepost.core.units import is_multiple
+
+NOT_EXECUTED = "the worker did not execute this step"
+
+
+def settle_chunk(
+    cache: PrefixCache,
+    request: Request,
+    chunk: ChunkPlan,
+    result: ChunkResult | None,
+    end_reason: str | None,
+    error: str | None,
+    now: float,
+) -> tuple[RequestUpdate, str | None, bool]:
+    """Apply the acknowledgement of one chunk.
+
+    Returns:
+        (update, finish reason or None, whether the running state is sound).
+    """
+    update = RequestUpdate(request.request_id)
+    if not request.reuse_reported and request.reuse is not None:
+        update.reuse = request.reuse
+        request.reuse_reported = True
+    if result is None or result.end != chunk.end or len(result.sampled) != chunk.num_samples:
+        update.error = error or NOT_EXECUTED
+        return update, "error", False
+    lease = request.lease
+    if lease is None:
+        raise ValueError(f"request {request.request_id} holds nothing")
+    is_decode = request.num_processed >= request.prefill_end
+    request.num_processed = end = chunk.end
+    if is_decode:
+        cache.counters.num_decode_tokens += 1
+        if is_multiple(end, cache.match_unit):
+            cache.publish(lease, end, (), reasons.DECODE, now)
+            cache.thin_decode(lease)
+    else:
+        cache.counters.num_prefill_tokens += end - chunk.start
+        cache.publish(lease, end, result.exported_positions, end_reason, now)
+    if chunk.num_samples:
+        update.tokens = result.sampled
+        for token in result.sampled:
+            request.tokens.append(token.token_id)
+        reason = _stop_reason(request, update)
+        if reason is not None:
+            return update, reason, True
+    return update, request.pending_abort, True
+
+
+def _stop_reason(request: Request, update: RequestUpdate) -> str | None:
+    token_id = update.tokens[-1].token_id
+    num_output_tokens = request.num_output_tokens
+    if token_id in request.stop_ids and num_output_tokens > request.sampling.min_tokens:
+        update.stop_token_id = token_id
+        return "stop"
+    if num_output_tokens >= request.max_tokens:
+        return "length"
+    return None

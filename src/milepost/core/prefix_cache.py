@@ -1,0 +1,365 @@
+"""The prefix cache: a facade of five verbs, `match`, `reserve`, `publish`, `release`, `audit`.
+
+match    what could be reused; changes nothing.
+reserve  takes the records one chunk needs, all or nothing; invisible until `confirm`, undone by
+         `rollback`.
+publish  makes what a finished step wrote visible to lookups.
+release  gives up what a request holds; what it published stays until retention needs the bytes.
+audit    every violated invariant, as text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from milepost.config import CacheConfig
+from milepost.core import reasons
+from milepost.core.coordinator import JointHit, joint_hit
+from milepost.core.eviction import Evictor
+from milepost.core.geometry import CacheGeometry
+from milepost.core.groups.attention import AttentionGroup
+from milepost.core.groups.recurrent import RecurrentGroup
+from milepost.core.hashing import KeyChain
+from milepost.core.lease import Lease, Reservation
+from milepost.core.memory import Memory
+from milepost.core.metrics import CacheCounters
+from milepost.core.plan import ZERO_STATE
+from milepost.core.tree import NO_RECORD, Node, PrefixTree
+from milepost.core.units import ceil_div, floor_div
+
+CONTINUATION_REASONS = frozenset({reasons.TAIL, reasons.END, reasons.HISTORY, reasons.DECODE, reasons.FINISH})
+"""A hit on one of these continues a conversation; a hit on another merely shares a beginning."""
+
+
+@dataclass(slots=True)
+class Match:
+    """What a lookup found.
+
+    Attributes:
+        position: tokens that can be reused.
+        path: nodes of the units that exist for these tokens, from the first one.
+        hit: per-group reach, in units.
+        limit_units: units a hit could cover at most (the last token is always computed).
+        is_media_bound: a deeper boundary was given up because it splits a media item.
+    """
+
+    position: int
+    path: list[Node]
+    hit: JointHit
+    limit_units: int
+    is_media_bound: bool = False
+
+    @property
+    def units(self) -> int:
+        return self.hit.units
+
+
+class PrefixCache:
+    """Pages and states of one replica under one byte budget."""
+
+    def __init__(self, geometry: CacheGeometry, config: CacheConfig) -> None:
+        self.geometry = geometry
+        self.config = config
+        self.match_unit = config.match_unit
+        self.counters = CacheCounters()
+        self.memory = Memory(geometry.pool_record_bytes, config.cache_bytes)
+        num_attention = geometry.num_attention_groups
+        self.attention = [AttentionGroup(i, spec.name) for i, spec in enumerate(geometry.attention)]
+        self.recurrent = [
+            RecurrentGroup(i, spec.name, num_attention + i) for i, spec in enumerate(geometry.recurrent)
+        ]
+        self.tree = PrefixTree(num_attention)
+        self.evictor = Evictor(self.tree, self.memory, geometry, self.counters)
+        self._state_pools = [group.pool for group in self.recurrent]
+        self._zero_state = [ZERO_STATE] * len(self.recurrent)
+
+    # -- match ---------------------------------------------------------------------------------
+
+    def match(self, chain: KeyChain, num_tokens: int) -> Match:
+        """Deepest joint hit for the first `num_tokens` tokens of `chain`. O(num_tokens / U)."""
+        if not self.config.enable_prefix_caching:
+            return Match(0, [], JointHit(0, 0, {}, None), 0)
+        limit = floor_div(num_tokens - 1, self.match_unit)
+        keys = chain.extend(limit)
+        root = self.tree.roots.get(chain.root)
+        path = self.tree.walk(root, keys, limit) if root is not None else []
+        hit = joint_hit(self.attention, self.recurrent, path, limit)
+        is_media_bound = False
+        while hit.units and chain.media and chain.splits_media(hit.units * self.match_unit):
+            is_media_bound = True
+            shorter = joint_hit(self.attention, self.recurrent, path, hit.units - 1)
+            hit.units = shorter.units
+        return Match(hit.units * self.match_unit, path, hit, limit, is_media_bound)
+
+    # -- reserve -------------------------------------------------------------------------------
+
+    def open(self, match: Match, chain: KeyChain, now: float) -> Lease:
+        """Pin the matched boundary for a request; `release` undoes it."""
+        is_caching = self.config.enable_prefix_caching
+        units = match.units
+        tip = match.path[units - 1] if units else self.tree.root(chain.root, now)
+        tip.pins += 1
+        tables = [[node.pages[g.index] for node in match.path[:units]] for g in self.attention]
+        return Lease(chain, tip, tables, is_caching=is_caching)
+
+    def record_hit(self, lease: Lease, now: float) -> None:
+        """Count the admission of a request that starts from the tip of `lease`."""
+        tip = lease.tip
+        if tip.is_root:
+            return
+        tip.last_used = now
+        tip.num_hits += 1
+        if tip.reason in CONTINUATION_REASONS:
+            lease.lineage = tip.num_hits
+
+    def initial_slots(self, lease: Lease) -> list[int]:
+        """Where the state at the position of `lease` can be read now."""
+        if lease.running is not None:
+            return lease.running
+        return lease.tip.states if lease.tip.states is not None else self._zero_state
+
+    def reserve(
+        self, lease: Lease, end: int, exports: Sequence[tuple[int, str]], now: float
+    ) -> Reservation | None:
+        """Records for computing up to `end` and for `exports` = (position, reason).
+
+        Pages and the running state are all or nothing (None = no room, nothing taken). Exports are
+        served in order of importance; one that finds no room is listed in `refused`.
+        """
+        taken = Reservation([[] for _ in self.attention], None, {}, [], [], list(self.initial_slots(lease)))
+        missing = ceil_div(end, self.match_unit) - lease.num_units
+        for group in self.attention:
+            pages = taken.new_pages[group.index]
+            for _ in range(missing):
+                page = self._acquire(group.index, now, taken)
+                if page is None:
+                    self.rollback(lease, taken)
+                    return None
+                pages.append(page)
+        if lease.running is None and not self._reserve_running(lease, taken, now):
+            self.rollback(lease, taken)
+            return None
+        for position, reason in sorted(exports, key=lambda e: (reasons.IMPORTANCE[e[1]], -e[0])):
+            may_evict = reason != reasons.INTERVAL
+            slots = self._acquire_slots(taken, now, may_evict=may_evict)
+            if slots is None:
+                taken.refused.append((position, reason))
+            else:
+                taken.exports[position] = (slots, reason)
+        return taken
+
+    def confirm(self, lease: Lease, reservation: Reservation) -> None:
+        """Hand the reserved records to the lease."""
+        for table, pages in zip(lease.page_tables, reservation.new_pages, strict=True):
+            table.extend(pages)
+        if reservation.running is not None:
+            lease.running = reservation.running
+        lease.exports = reservation.exports
+        for _, reason in reservation.refused:
+            self.counters.refusals[reasons.REFUSED_NO_MEMORY, reason] += 1
+
+    def rollback(self, lease: Lease, reservation: Reservation) -> None:
+        """Give everything back that `reserve` took; nothing else changed."""
+        for pool, record_id in reversed(reservation.records):
+            self.memory.release(pool, record_id)
+        reservation.records = []
+        if reservation.reclaimed_reason is not None and reservation.running is not None:
+            self.tree.attach_state(lease.tip, reservation.running, reservation.reclaimed_reason)
+            reservation.reclaimed_reason = None
+
+    def _reserve_running(self, lease: Lease, taken: Reservation, now: float) -> bool:
+        slots = self._acquire_slots(taken, now, may_evict=True)
+        if slots is None:
+            tip = lease.tip
+            if tip.states is None or tip.pins != 1:
+                return False
+            # Nothing can make room: serve on, in place, without the checkpoint this lease stands on.
+            taken.reclaimed_reason = tip.reason
+            slots = self.tree.detach_state(tip)
+            self.counters.evictions["reclaim", taken.reclaimed_reason] += 1
+        taken.running = slots
+        return True
+
+    def _acquire_slots(self, taken: Reservation, now: float, *, may_evict: bool) -> list[int] | None:
+        mark = len(taken.records)
+        slots: list[int] = []
+        for pool in self._state_pools:
+            slot = self._acquire(pool, now, taken, may_evict=may_evict)
+            if slot is None:
+                for _ in range(len(taken.records) - mark):
+                    self.memory.release(*taken.records.pop())
+                return None
+            slots.append(slot)
+        return slots
+
+    def _acquire(self, pool: int, now: float, taken: Reservation, *, may_evict: bool = True) -> int | None:
+        record_id = self.memory.acquire(pool)
+        while record_id is None and may_evict and self.evictor.evict_one(now):
+            record_id = self.memory.acquire(pool)
+        if record_id is not None:
+            taken.records.append((pool, record_id))
+        return record_id
+
+    # -- publish -------------------------------------------------------------------------------
+
+    def publish(
+        self, lease: Lease, end: int, exported: Iterable[int], end_reason: str | None, now: float
+    ) -> None:
+        """Make the units up to `end` and the acknowledged exports visible.
+
+        Args:
+            end: position the worker acknowledged; pages [0, end) and the running state are written.
+            exported: positions whose export the worker acknowledged.
+            end_reason: keep the running state as a checkpoint, if `end` lies on a boundary.
+        """
+        acknowledged = set(exported)
+        if lease.is_caching:
+            num_units = floor_div(end, self.match_unit)
+            keys = lease.chain.extend(num_units)
+            for index in range(lease.tip.depth, num_units):
+                self._publish_unit(lease, index, keys[index], now)
+                position = (index + 1) * self.match_unit
+                export = lease.exports.pop(position, None)
+                if export is not None:
+                    slots, reason = export
+                    if position in acknowledged:
+                        self._attach(lease, slots, reason, now)
+                    else:
+                        self.counters.refusals[reasons.REFUSED_NOT_WRITTEN, reason] += 1
+                        self._release_slots(slots)
+            if end_reason is not None and end == lease.tip.depth * self.match_unit:
+                self.keep_running(lease, end_reason, now)
+        for slots, reason in lease.exports.values():
+            self.counters.refusals[reasons.REFUSED_NOT_WRITTEN, reason] += 1
+            self._release_slots(slots)
+        lease.exports = {}
+
+    def keep_running(self, lease: Lease, reason: str, now: float) -> bool:
+        """Turn the running state, which stands on the tip's boundary, into a checkpoint.
+
+        The lease then stands on that checkpoint and needs a new running slot to go on. Returns
+        False if the boundary already has one (the lease keeps running in its own slot).
+        """
+        tip = lease.tip
+        if not lease.is_caching or lease.running is None or tip.states is not None or tip.is_root:
+            return False
+        if not self.recurrent:
+            return False
+        running, lease.running = lease.running, None
+        self._attach(lease, running, reason, now)
+        return True
+
+    def _publish_unit(self, lease: Lease, index: int, key: bytes, now: float) -> None:
+        tip = lease.tip
+        pages = [table[index] for table in lease.page_tables]
+        node = tip.children.get(key)
+        if node is None:
+            node = self.tree.add(tip, key, lease.chain.unit_tokens(index), pages, now)
+        else:
+            self._share_unit(lease, index, node)
+        node.conversation = lease.conversation
+        node.pins += 1
+        tip.pins -= 1
+        lease.tip = node
+
+    def _share_unit(self, lease: Lease, index: int, node: Node) -> None:
+        """Somebody else published this unit first: read their pages and free our own."""
+        for group, table in enumerate(lease.page_tables):
+            own = table[index]
+            if node.pages[group] == NO_RECORD:
+                node.pages[group] = own
+                continue
+            table[index] = node.pages[group]
+            lease.replaced.append((group, index, node.pages[group]))
+            self.memory.release(group, own)
+
+    def _attach(self, lease: Lease, slots: list[int], reason: str, now: float) -> None:
+        node = lease.tip
+        if node.states is not None:
+            self._release_slots(slots)
+            return
+        self.tree.attach_state(node, slots, reason)
+        node.last_used = now
+        node.created = now
+        node.num_hits = lease.lineage
+        self.counters.checkpoints_by_reason[reason] += 1
+        if reason == reasons.DECODE:
+            lease.decode_nodes.append(node)
+        limit = self.config.max_states_per_path
+        if limit is not None:
+            self.evictor.bound_path(node, limit, now)
+
+    def thin_decode(self, lease: Lease) -> None:
+        """Keep the last two decode checkpoints and one per `decode_interval`; free the others once
+        half of the budget is used (below that they cost nothing anybody needs)."""
+        nodes = lease.decode_nodes
+        interval_units = floor_div(self.config.decode_interval, self.match_unit)
+        is_roomy = 2 * self.memory.used_bytes < self.memory.budget_bytes
+        while len(nodes) > 2:
+            node = nodes[0]
+            is_kept = interval_units > 0 and node.depth % interval_units == 0
+            if is_roomy and not is_kept:
+                return
+            del nodes[0]
+            if not is_kept:
+                self.evictor.thin(node, reasons.DECODE, lease.lineage)
+
+    # -- release -------------------------------------------------------------------------------
+
+    def release(self, lease: Lease, processed: int | None, now: float) -> None:
+        """End a lease.
+
+        Args:
+            processed: position of the running state, if it is sound; a state that stands on a
+                boundary becomes a checkpoint. None: nothing of the running state may be used.
+        """
+        if processed is not None and processed == lease.tip.depth * self.match_unit:
+            self.keep_running(lease, reasons.FINISH, now)
+        for slots, _ in lease.exports.values():
+            self._release_slots(slots)
+        lease.exports = {}
+        if lease.running is not None:
+            self._release_slots(lease.running)
+            lease.running = None
+        first_own = lease.tip.depth
+        for pool, table in enumerate(lease.page_tables):
+            for page in table[first_own:]:
+                self.memory.release(pool, page)
+        lease.page_tables = [[] for _ in lease.page_tables]
+        lease.tip.pins -= 1
+        if lease.tip.is_root:
+            self.tree.forget_root(lease.tip)
+
+    def in_use_bytes(self, leases: Iterable[Lease], path: Sequence[Node] = ()) -> int:
+        """Bytes no eviction can free: what `leases` hold, and the nodes of `path`. O(units in use)."""
+        seen = {node.key for node in path}
+        units = len(seen)
+        num_states = 1 if path and path[-1].states is not None else 0
+        for lease in leases:
+            tip = lease.tip
+            num_states += (lease.running is not None) + (tip.states is not None) + len(lease.exports)
+            units += max(0, lease.num_units - tip.depth)
+            node: Node | None = tip
+            while node is not None and not node.is_root and node.key not in seen:
+                seen.add(node.key)
+                units += 1
+                node = node.parent
+        return units * self.geometry.unit_bytes + num_states * self.geometry.checkpoint_bytes
+
+    def reset(self) -> bool:
+        """Drop everything no running request holds; True if nothing is left."""
+        self.evictor.evict_all()
+        return not self.tree.index
+
+    def _release_slots(self, slots: Sequence[int]) -> None:
+        for pool, slot in zip(self._state_pools, slots, strict=True):
+            self.memory.release(pool, slot)
+
+    # -- audit ---------------------------------------------------------------------------------
+
+    def audit(self, leases: Sequence[Lease]) -> list[str]:
+        """Every violated invariant, given all leases in force. Empty = sound."""
+        from milepost.core.invariants import audit_cache
+
+        return audit_cache(self, leases)

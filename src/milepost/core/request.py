@@ -1,0 +1,190 @@
+"""A request as the scheduler sees it, and what it reports back."""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from milepost.core.hashing import CacheDomain, KeyChain, MediaSpan
+from milepost.core.plan import SampledToken, SamplingParams
+from milepost.core.reasons import WANTED_BY_CALLER
+from milepost.errors import RequestError
+
+if TYPE_CHECKING:
+    from milepost.core.lease import Lease
+
+__all__ = ["CacheDomain", "MediaSpan", "Request", "RequestStatus", "RequestUpdate", "ReuseReport"]
+
+
+class RequestStatus(enum.Enum):
+    """Life cycle; `can_become` lists the legal moves."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+    def can_become(self, other: RequestStatus) -> bool:
+        return other in _LEGAL_MOVES[self]
+
+
+_LEGAL_MOVES = {
+    RequestStatus.WAITING: (RequestStatus.RUNNING, RequestStatus.FINISHED),
+    RequestStatus.RUNNING: (RequestStatus.PREEMPTED, RequestStatus.FINISHED),
+    RequestStatus.PREEMPTED: (RequestStatus.RUNNING, RequestStatus.FINISHED),
+    RequestStatus.FINISHED: (),
+}
+
+
+@dataclass(slots=True)
+class ReuseReport:
+    """How much of a prompt was reused, and why not more.
+
+    Attributes:
+        num_cached_tokens: tokens not computed for this request.
+        num_matched_tokens: per cache group, tokens it could have served alone.
+        num_tokens_lost_to_missing_state: matched by every attention group but without a state.
+        limiting_group: group that held the joint hit below the others, if any.
+        reason: code of `core.reasons.MISS_REASONS`, or "hit".
+        divergence_position: first token that differs from the nearest cached path of the same
+            domain; None if the path or the prompt simply ends.
+    """
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_matched_tokens: dict[str, int]
+    num_tokens_lost_to_missing_state: int
+    limiting_group: str | None
+    reason: str
+    divergence_position: int | None
+
+
+@dataclass(slots=True)
+class RequestUpdate:
+    """What one step brought for one request.
+
+    Attributes:
+        tokens: new output tokens, in order.
+        finish_reason: "stop", "length", "abort" or "error"; None while it goes on.
+        stop_token_id: the stop id that ended it; it is then the last of `tokens`.
+        reuse: set once, on the first update after the first admission.
+    """
+
+    request_id: int
+    tokens: list[SampledToken] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_token_id: int | None = None
+    reuse: ReuseReport | None = None
+    error: str | None = None
+
+
+class Request:
+    """One choice to be generated.
+
+    Args:
+        wanted: (token position, reason) pairs where a checkpoint is worth keeping, with reason
+            "history", "message" or "marker"; positions are rounded down to the match unit.
+        conversation: names a conversation for retention; never enters a hash.
+
+    Raises:
+        RequestError: empty prompt, token id out of the uint32 range, bad `max_tokens`, or a
+            wanted position or media span that lies outside of the prompt.
+    """
+
+    __slots__ = (
+        "arrival", "chain", "conversation", "domain", "finish_reason", "lease", "max_tokens", "media",
+        "num_preemptions", "num_processed", "num_prompt_tokens", "pending_abort", "prefill_end",
+        "priority", "request_id", "reuse", "reuse_reported", "sampling", "status", "stop_ids", "tokens",
+        "wanted", "wanted_by_caller",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt_tokens: Iterable[int],
+        sampling: SamplingParams,
+        *,
+        max_tokens: int,
+        priority: int = 0,
+        domain: CacheDomain | None = None,
+        wanted: Sequence[tuple[int, str]] = (),
+        media: Sequence[MediaSpan] = (),
+        conversation: str | None = None,
+    ) -> None:
+        try:
+            self.tokens = array("I", prompt_tokens)
+        except (OverflowError, TypeError) as error:
+            raise RequestError("prompt", f"token ids must be integers in [0, 2**32): {error}") from None
+        if not self.tokens:
+            raise RequestError("prompt", "the prompt is empty; send at least one token")
+        if max_tokens < 1:
+            raise RequestError("max_tokens", f"must be at least 1, not {max_tokens}")
+        self.request_id = request_id
+        self.num_prompt_tokens = len(self.tokens)
+        self.sampling = sampling
+        self.max_tokens = max_tokens
+        self.priority = priority
+        self.domain = domain if domain is not None else CacheDomain()
+        self.media = tuple(media)
+        self.conversation = conversation
+        self.wanted_by_caller = self._checked_wanted(wanted)
+        self.stop_ids = frozenset(sampling.stop_token_ids)
+        self.status = RequestStatus.WAITING
+        self.arrival = 0
+        self.chain: KeyChain | None = None
+        self.lease: Lease | None = None
+        self.num_processed = 0
+        self.prefill_end = self.num_prompt_tokens
+        self.wanted: list[tuple[int, str]] = []
+        self.pending_abort: str | None = None
+        self.num_preemptions = 0
+        self.finish_reason: str | None = None
+        self.reuse: ReuseReport | None = None
+        self.reuse_reported = False
+
+    def _checked_wanted(self, wanted: Sequence[tuple[int, str]]) -> tuple[tuple[int, str], ...]:
+        for position, reason in wanted:
+            if reason not in WANTED_BY_CALLER:
+                raise RequestError(
+                    "wanted", f"unknown checkpoint reason {reason!r}; use one of {WANTED_BY_CALLER}"
+                )
+            if not 0 <= position <= self.num_prompt_tokens:
+                raise RequestError(
+                    "wanted",
+                    f"checkpoint position {position} is outside of the prompt of "
+                    f"{self.num_prompt_tokens} tokens",
+                )
+        for span in self.media:
+            if not 0 <= span.start < span.end <= self.num_prompt_tokens:
+                raise RequestError("media", f"span [{span.start}, {span.end}) is outside of the prompt")
+        return tuple(wanted)
+
+    @property
+    def prompt_tokens(self) -> array[int]:
+        return self.tokens[: self.num_prompt_tokens]
+
+    @property
+    def output_tokens(self) -> array[int]:
+        return self.tokens[self.num_prompt_tokens :]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether tokens that were known at admission are still to be processed."""
+        return self.num_processed < self.prefill_end
+
+    def move_to(self, status: RequestStatus) -> None:
+        """Change the status along a legal edge."""
+        if not self.status.can_become(status):
+            raise ValueError(f"request {self.request_id}: {self.status.value} cannot become {status.value}")
+        self.status = status

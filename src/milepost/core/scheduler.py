@@ -1,0 +1,469 @@
+"""The scheduler: `plan = schedule(now)`, then `updates = commit(result)`. It composes, others decide.
+
+chunking    where a chunk ends and what it exports
+prefix_cache what can be reused, which records a chunk gets
+siblings    who waits for whose prefix
+admission   whether a request can run without starving those that do
+outcome     what a finished step means for each request
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from milepost.config import CacheConfig, SchedulerConfig
+from milepost.core import reasons
+from milepost.core.admission import fits, largest_request_tokens
+from milepost.core.chunking import effective_spacing, plan_chunk, prefill_wanted
+from milepost.core.explain import reuse_report
+from milepost.core.geometry import CacheGeometry
+from milepost.core.hashing import KeyChain, token_bytes
+from milepost.core.lease import Lease, Reservation
+from milepost.core.metrics import CoreStats
+from milepost.core.outcome import settle_chunk
+from milepost.core.plan import ChunkPlan, StateExport, StepPlan, StepResult, WorkerRequest
+from milepost.core.prefix_cache import Match, PrefixCache
+from milepost.core.queues import RequestQueue, order_key
+from milepost.core.request import Request, RequestStatus, RequestUpdate
+from milepost.core.siblings import Siblings
+from milepost.core.stats import core_stats
+from milepost.core.units import is_multiple
+from milepost.errors import ConfigError, RequestError
+
+
+@dataclass(slots=True)
+class _Planned:
+    """A chunk in flight, and what is to happen when it is acknowledged."""
+
+    request: Request
+    chunk: ChunkPlan
+    end_reason: str | None
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill over one prefix cache. At most one plan in flight.
+
+    Raises:
+        ConfigError: the budget cannot hold a single short request.
+    """
+
+    def __init__(self, geometry: CacheGeometry, cache: CacheConfig, config: SchedulerConfig) -> None:
+        if geometry.match_unit != cache.match_unit:
+            raise ConfigError(
+                "prefix_match_unit",
+                f"geometry has {geometry.match_unit} tokens, the cache {cache.match_unit}",
+            )
+        self.geometry = geometry
+        self.config = config
+        self.cache = PrefixCache(geometry, cache)
+        self.max_model_len = largest_request_tokens(geometry, cache, config)
+        self.requests: dict[int, Request] = {}
+        self.running: list[Request] = []
+        self.waiting = RequestQueue()
+        self.siblings = Siblings(cache.match_unit)
+        self._alignment = geometry.checkpoint_alignment
+        interval = cache.checkpoint_interval
+        self._spacing = geometry.default_checkpoint_interval() if interval is None else interval
+        self._is_caching = cache.enable_prefix_caching
+        self._num_arrived = 0
+        self._num_steps = 0
+        self._plan: StepPlan | None = None
+        self._planned: list[_Planned] = []
+        self._planned_ids: set[int] = set()
+        self._gone_on_worker: list[int] = []
+        self._updates: list[RequestUpdate] = []
+        self._blocked_head: int | None = None
+        self._now = 0.0
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: its id is in use, it is too long for the model, or it can never fit the budget.
+        """
+        if request.request_id in self.requests:
+            raise RequestError("request_id", f"{request.request_id} is already in use")
+        room = self.max_model_len - request.num_prompt_tokens
+        if room < 1:
+            raise RequestError(
+                "prompt",
+                f"the prompt has {request.num_prompt_tokens} tokens; with at least one generated token it "
+                f"must fit {self.max_model_len} tokens. Shorten it, or raise --max-model-len and "
+                "--cache-bytes",
+                code="context_length_exceeded",
+            )
+        request.max_tokens = min(request.max_tokens, room)
+        request.arrival = self._num_arrived
+        self._num_arrived += 1
+        request.chain = KeyChain(request.tokens, request.domain, self.cache.match_unit, request.media)
+        self.requests[request.request_id] = request
+        self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
+        request.prefill_end = request.num_tokens
+        spans = [(span.start, span.end) for span in request.media]
+        request.wanted = (
+            prefill_wanted(request.num_tokens, self.cache.match_unit, request.wanted_by_caller, spans)
+            if self._is_caching
+            else []
+        )
+        self.waiting.push(request)
+        self._blocked_head = None
+        if self._is_caching:
+            following = self.siblings.register(request)
+            if following is not None:
+                self._want_junction(following.leader, following.boundary)
+
+    def _want_junction(self, request: Request, position: int) -> None:
+        """Ask for a checkpoint where another path leaves this one, if nothing else is there yet."""
+        if position > request.num_processed and all(position != p for p, _ in request.wanted):
+            request.wanted = sorted([*request.wanted, (position, reasons.JUNCTION)])
+
+    def _leave_siblings(self, request: Request) -> None:
+        for relation in self.siblings.leave(request):
+            self._want_junction(relation.leader, relation.boundary)
+
+    def abort(self, request_id: int) -> None:
+        """End a request now, or when its step is over. Unknown and finished ids are ignored."""
+        self._end_early(request_id, "abort")
+
+    def finish(self, request_id: int) -> None:
+        """End a request because the caller found a stop string."""
+        self._end_early(request_id, "stop")
+
+    def _end_early(self, request_id: int, reason: str) -> None:
+        request = self.requests.get(request_id)
+        if request is None:
+            return
+        if request_id in self._planned_ids:
+            request.pending_abort = request.pending_abort or reason
+            return
+        self._updates.append(RequestUpdate(request_id, finish_reason=reason))
+        self._end(request, reason, is_sound=True)
+
+    def preempt(self, request_id: int) -> None:
+        """Take a running request's memory; it goes back to its place in the queue.
+
+        Ignored for requests that do not run or are in the plan in flight.
+        """
+        request = self.requests.get(request_id)
+        if request is None or request_id in self._planned_ids or request.status is not RequestStatus.RUNNING:
+            return
+        self._preempt(request)
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop what no running request holds; True if nothing is left."""
+        if self._plan is not None:
+            return False
+        return self.cache.reset()
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    # -- schedule ------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> StepPlan:
+        """Choose what the next step computes. `now` (seconds, any origin) only serves retention.
+
+        Raises:
+            RuntimeError: the previous plan was not committed.
+        """
+        if self._plan is not None:
+            raise RuntimeError("schedule() was called while a plan is in flight; commit() its result first")
+        self._now = now
+        self._num_steps += 1
+        plan = StepPlan(self._num_steps, [])
+        self._plan = plan
+        self._planned = []
+        budget = self.config.max_num_batched_tokens
+        num_decoding = sum(1 for r in self.running if r.num_processed + 1 == len(r.tokens))
+        prefill_budget = max(1, budget - num_decoding)
+        for request in tuple(self.running):
+            if budget < 1:
+                break
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            if request.num_processed + 1 == len(request.tokens):
+                budget -= self._plan_decode(plan, request)
+            elif prefill_budget > 0:
+                num_tokens = self._plan_prefill(plan, request, min(budget, prefill_budget))
+                budget -= num_tokens
+                prefill_budget -= num_tokens
+        self._admit(plan, min(budget, prefill_budget))
+        plan.finished = self._gone_on_worker
+        self._gone_on_worker = []
+        plan.discards = self.cache.memory.take_discards()
+        return plan
+
+    def _plan_decode(self, plan: StepPlan, request: Request) -> int:
+        start = request.num_processed
+        end = start + 1
+        lease = _lease_of(request)
+        unit = self.cache.match_unit
+        if lease.running is not None and (not is_multiple(start, unit) or not lease.page_tables):
+            self._append_chunk(plan, request, end, _nothing_new(lease), None)
+            return 1
+        reservation = self._reserve(request, end, ())
+        if reservation is None:
+            return 0
+        self._append_chunk(plan, request, end, reservation, None)
+        return 1
+
+    def _plan_prefill(self, plan: StepPlan, request: Request, num_budget_tokens: int) -> int:
+        start = request.num_processed
+        memory = self.cache.memory
+        spacing = effective_spacing(
+            self._spacing if self._is_caching else 0,
+            memory.used_bytes,
+            memory.budget_bytes,
+            self.cache.match_unit,
+        )
+        decision = plan_chunk(
+            start, len(request.tokens), num_budget_tokens, request.wanted, self.cache.match_unit,
+            self._alignment, spacing,
+        )  # fmt: skip
+        if decision.num_dropped:
+            self.cache.counters.refusals[reasons.REFUSED_NOT_LEGAL, "optional"] += decision.num_dropped
+        lease = _lease_of(request)
+        unit = self.cache.match_unit
+        ends_between = decision.end < len(request.tokens) and not is_multiple(decision.end, unit)
+        if ends_between and start and is_multiple(start, unit):
+            # The chunk leaves a boundary and ends between two: without this the boundary's state
+            # would be lost to an abort or a preemption.
+            self.cache.keep_running(lease, reasons.INTERVAL, self._now)
+        reservation = self._reserve(request, decision.end, decision.exports)
+        if reservation is None:
+            return 0
+        self._append_chunk(plan, request, decision.end, reservation, decision.end_reason)
+        return decision.end - start
+
+    def _reserve(self, request: Request, end: int, exports: Sequence[tuple[int, str]]) -> Reservation | None:
+        """Records for the next chunk, at the cost of later requests if need be."""
+        lease = _lease_of(request)
+        while True:
+            reservation = self.cache.reserve(lease, end, exports, self._now)
+            if reservation is not None:
+                self.cache.confirm(lease, reservation)
+                return reservation
+            victim = self._victim_behind(request)
+            if victim is None:
+                return None
+            self._preempt(victim)
+
+    def _victim_behind(self, request: Request) -> Request | None:
+        last = self.running[-1] if self.running else None
+        if last is None or last is request or order_key(last) <= order_key(request):
+            return None
+        return last if last.request_id not in self._planned_ids else None
+
+    def _append_chunk(
+        self, plan: StepPlan, request: Request, end: int, reservation: Reservation, end_reason: str | None
+    ) -> None:
+        start = request.num_processed
+        lease = _lease_of(request)
+        num_tokens = len(request.tokens)
+        is_last = end == num_tokens
+        chunk = ChunkPlan(
+            request.request_id,
+            start,
+            end,
+            token_bytes(request.tokens[start:end]),
+            reservation.new_pages,
+            lease.replaced,
+            reservation.initial,
+            lease.running if lease.running is not None else [],
+            [
+                StateExport(position - start, slots, position, reason)
+                for position, (slots, reason) in sorted(lease.exports.items())
+            ]
+            if lease.exports
+            else [],
+            1 if is_last else 0,
+            num_tokens - request.num_prompt_tokens,
+        )
+        lease.replaced = []
+        plan.chunks.append(chunk)
+        self._planned.append(_Planned(request, chunk, end_reason))
+        self._planned_ids.add(request.request_id)
+
+    # -- admission -----------------------------------------------------------------------------
+
+    def _admit(self, plan: StepPlan, num_budget_tokens: int) -> None:
+        for request in self.waiting:
+            if num_budget_tokens < 1 or len(self.running) >= self.config.max_num_seqs:
+                return
+            if self._is_caching and self.siblings.awaited_boundary(request):
+                self.cache.counters.num_sibling_waits += 1
+                continue
+            if self._blocked_head == request.request_id:
+                return
+            num_tokens = self._try_admit(plan, request, num_budget_tokens)
+            if num_tokens == 0:
+                self._blocked_head = request.request_id
+                return
+            num_budget_tokens -= num_tokens
+
+    def _try_admit(self, plan: StepPlan, request: Request, num_budget_tokens: int) -> int:
+        chain = request.chain
+        if chain is None:
+            raise ValueError(f"request {request.request_id} was never added")
+        match = self.cache.match(chain, request.num_tokens)
+        if not fits(self.cache, request, match, self.running):
+            return 0
+        lease = self.cache.open(match, chain, self._now)
+        lease.conversation = request.conversation
+        request.lease = lease
+        request.num_processed = match.position
+        if match.hit.attention_units > match.units:
+            self._want_junction(request, match.hit.attention_units * self.cache.match_unit)
+        num_tokens = self._plan_prefill(plan, request, num_budget_tokens)
+        if num_tokens == 0:
+            self.cache.release(lease, None, self._now)
+            request.lease = None
+            request.num_processed = 0
+            return 0
+        self._start(plan, request, match)
+        return num_tokens
+
+    def _start(self, plan: StepPlan, request: Request, match: Match) -> None:
+        lease = _lease_of(request)
+        if request.reuse is None:
+            request.reuse = reuse_report(self.cache, match, _chain_of(request), request.num_prompt_tokens)
+            self._count_query(request)
+        self.cache.record_hit(lease, self._now)
+        request.move_to(RequestStatus.RUNNING)
+        self.waiting.remove(request)
+        self.running.append(request)
+        self.running.sort(key=order_key)
+        history = token_bytes(request.tokens) if request.sampling.needs_history else b""
+        tables = [list(table[: match.units]) for table in lease.page_tables]
+        plan.started.append(
+            WorkerRequest(request.request_id, request.sampling, request.num_prompt_tokens, history, tables)
+        )
+
+    def _count_query(self, request: Request) -> None:
+        report = request.reuse
+        if report is None:
+            return
+        counters = self.cache.counters
+        counters.num_queried_tokens += report.num_prompt_tokens
+        counters.num_hit_tokens += report.num_cached_tokens
+        counters.num_missed_tokens += report.num_prompt_tokens - report.num_cached_tokens
+        counters.misses_by_reason[report.reason] += 1
+
+    # -- commit --------------------------------------------------------------------------------
+
+    def commit(self, result: StepResult) -> list[RequestUpdate]:
+        """Publish what the step wrote; only now is it visible. Returns what changed per request.
+
+        A chunk without a matching result did not happen: its request ends with an error.
+
+        Raises:
+            ValueError: `result` does not belong to the plan in flight.
+        """
+        plan = self._plan
+        if plan is None or plan.step_id != result.step_id:
+            raise ValueError(f"result of step {result.step_id} does not belong to the plan in flight")
+        results = {entry.request_id: entry for entry in result.chunk_results}
+        planned = self._planned
+        self._plan = None
+        self._planned = []
+        self._planned_ids = set()
+        self.cache.counters.num_steps += 1
+        updates = self._updates
+        self._updates = []
+        for entry in planned:
+            request = entry.request
+            was_prefilling = request.num_processed < request.prefill_end
+            update, reason, is_sound = settle_chunk(
+                self.cache, request, entry.chunk, results.get(request.request_id), entry.end_reason,
+                result.error, self._now,
+            )  # fmt: skip
+            if was_prefilling and is_sound and request.num_processed >= request.prefill_end:
+                self._leave_siblings(request)
+            if reason is not None:
+                update.finish_reason = reason
+                self._end(request, reason, is_sound=is_sound)
+            if update.tokens or update.finish_reason or update.reuse:
+                updates.append(update)
+        return updates
+
+    def _end(self, request: Request, reason: str, *, is_sound: bool) -> None:
+        if request.lease is not None:
+            self._release(request, is_sound=is_sound)
+        else:
+            self.waiting.remove(request)
+        request.finish_reason = reason
+        request.move_to(RequestStatus.FINISHED)
+        self._leave_siblings(request)
+        del self.requests[request.request_id]
+
+    def _preempt(self, request: Request) -> None:
+        self._release(request, is_sound=True)
+        request.move_to(RequestStatus.PREEMPTED)
+        request.num_processed = 0
+        request.num_preemptions += 1
+        self.cache.counters.num_preemptions += 1
+        self._leave_siblings(request)
+        self._enqueue(request)
+
+    def _release(self, request: Request, *, is_sound: bool) -> None:
+        lease = _lease_of(request)
+        self.cache.release(lease, request.num_processed if is_sound else None, self._now)
+        request.lease = None
+        self.running.remove(request)
+        self._gone_on_worker.append(request.request_id)
+        self._blocked_head = None
+
+    # -- inspection ----------------------------------------------------------------------------
+
+    def stats(self) -> CoreStats:
+        """Counters and gauges as of now."""
+        return core_stats(self.cache, self.running, len(self.waiting))
+
+    def audit(self) -> list[str]:
+        """Every violated invariant of scheduler and cache; empty = sound."""
+        problems = self.cache.audit([r.lease for r in self.running if r.lease is not None])
+        problems += self.siblings.audit()
+        for request in self.requests.values():
+            is_running = request in self.running
+            if is_running != (request.lease is not None):
+                problems.append(f"request {request.request_id}: lease and running list disagree")
+            if is_running == (request.status is not RequestStatus.RUNNING):
+                problems.append(f"request {request.request_id}: status {request.status.value} is wrong")
+            if request.num_processed > len(request.tokens):
+                problems.append(f"request {request.request_id}: processed more tokens than it has")
+        if len(self.running) + len(self.waiting) != len(self.requests):
+            problems.append("a request is neither waiting nor running, or both")
+        if self.running != sorted(self.running, key=order_key):
+            problems.append("running requests are out of order")
+        return problems
+
+
+def _lease_of(request: Request) -> Lease:
+    if request.lease is None:
+        raise ValueError(f"request {request.request_id} holds nothing")
+    return request.lease
+
+
+def _chain_of(request: Request) -> KeyChain:
+    if request.chain is None:
+        raise ValueError(f"request {request.request_id} was never added")
+    return request.chain
+
+
+def _nothing_new(lease: Lease) -> Reservation:
+    running = lease.running or []
+    return Reservation([[] for _ in lease.page_tables], None, {}, [], [], running)
