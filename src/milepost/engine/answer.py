@@ -1,0 +1,103 @@
+"""One answer on its way: tokens in, text out, with stop strings and timings."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+from milepost.core.plan import SampledToken
+from milepost.core.request import RequestUpdate
+from milepost.engine.detokenizer import IncrementalDetokenizer
+from milepost.engine.messages import (
+    EngineEvent,
+    FinishedRequest,
+    GenerationRequest,
+    OutputDelta,
+    ReuseExplanation,
+)
+from milepost.engine.stops import StopChecker
+from milepost.engine.tokenizer import Tokenizer
+
+Sink = Callable[[EngineEvent], None]
+"""Takes the events of one request, in the engine thread; must not block."""
+
+
+class Answer:
+    """State of one running request inside the engine thread.
+
+    Args:
+        submitted_at: clock reading when the caller handed the request in.
+    """
+
+    __slots__ = (
+        "request_id", "request", "sink", "submitted_at", "first_token_at", "last_token_at", "num_tokens",
+        "generated", "reuse", "finish_reason", "_detokenizer", "_stops",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request_id: int,
+        request: GenerationRequest,
+        sink: Sink,
+        tokenizer: Tokenizer,
+        submitted_at: float,
+    ) -> None:
+        self.request_id = request_id
+        self.request = request
+        self.sink = sink
+        self.submitted_at = submitted_at
+        self.first_token_at: float | None = None
+        self.last_token_at = submitted_at
+        self.num_tokens = 0
+        self.generated: array[int] = array("I")
+        self.reuse: ReuseExplanation | None = None
+        self.finish_reason: str | None = None
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=request.skip_special_tokens)
+        self._stops = StopChecker(request.stop, include_stop=request.include_stop_str_in_output)
+
+    def advance(self, update: RequestUpdate) -> OutputDelta:
+        """Turn new tokens into text. The delta's finish reason is set if the answer ends here, also
+        when it was a stop string that the core knows nothing of."""
+        pieces: list[str] = []
+        kept: list[SampledToken] = []
+        for index, token in enumerate(update.tokens):
+            is_stop_token = update.stop_token_id is not None and index == len(update.tokens) - 1
+            kept.append(token)
+            self.num_tokens += 1
+            if not is_stop_token:
+                self.generated.append(token.token_id)
+            if not is_stop_token or self.request.include_stop_str_in_output:
+                text = self._detokenizer.feed([token.token_id])
+                pieces.append(self._stops.feed(text, may_stop=self._may_stop()))
+            if self._stops.found is not None:
+                return self._end(pieces, kept, "stop", self._stops.found)
+        if update.finish_reason is None:
+            return OutputDelta("".join(pieces), kept)
+        pieces.append(self._stops.feed(self._detokenizer.finish(), may_stop=self._may_stop()))
+        if self._stops.found is not None:
+            return self._end(pieces, kept, "stop", self._stops.found)
+        pieces.append(self._stops.finish())
+        return self._end(pieces, kept, update.finish_reason, update.stop_token_id)
+
+    def _may_stop(self) -> bool:
+        return self.num_tokens > self.request.sampling.min_tokens
+
+    def _end(
+        self, pieces: list[str], kept: list[SampledToken], finish_reason: str, stop_reason: str | int | None
+    ) -> OutputDelta:
+        self.finish_reason = finish_reason
+        return OutputDelta("".join(pieces), kept, finish_reason, stop_reason)
+
+    def record(self, finish_reason: str, now: float) -> FinishedRequest:
+        """What log and metrics keep of it."""
+        first = self.first_token_at
+        return FinishedRequest(
+            request_id=self.request_id,
+            label=self.request.label,
+            num_prompt_tokens=len(self.request.prompt_token_ids),
+            num_generated_tokens=self.num_tokens,
+            finish_reason=finish_reason,
+            reuse=self.reuse,
+            time_to_first_token=None if first is None else first - self.submitted_at,
+            seconds=now - self.submitted_at,
+        )

@@ -1,0 +1,240 @@
+"""Messages to token ids, and the positions where later prompts will share them.
+
+Positions come from rendering the conversation with sentinel continuations and taking common prefixes
+of token ids, so they hold for any template: one that repeats a date, strips earlier thinking or
+moves the tools around simply yields shorter prefixes.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from milepost.engine.shield import Shield, new_mark
+from milepost.engine.template import ChatTemplate, ChatTemplates
+from milepost.engine.tokenizer import Tokenizer
+from milepost.errors import RequestError
+
+FIRST_MESSAGE_BOUNDARIES = 4
+LAST_MESSAGE_BOUNDARIES = 12
+"""Message ends that are looked for: a long agent transcript has hundreds, each costs a rendering."""
+
+SENTINEL_TEXTS = ("Alpha", "7 ~beta")
+"""Two texts that share no first character, so that their common prefix is the template's own."""
+
+Message = dict[str, Any]
+Variant = tuple[list[Message], list[Any] | None]
+"""Messages and tools of one sentinel rendering."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A prompt and the token positions worth keeping, each with its reason (`history`, `message`)."""
+
+    token_ids: array[int]
+    wanted: list[tuple[int, str]]
+
+
+class ChatRenderer:
+    """Renders conversations with a model's chat template.
+
+    Control tokens come from the template only. The one exception: in *assistant* messages the added
+    tokens that are not special (`<think>`, `<tool_call>`) are read as tokens, because the model wrote
+    them as tokens and templates look for them there.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, templates: ChatTemplates) -> None:
+        self._tokenizer = tokenizer
+        self._templates = templates
+        self._mark = new_mark()
+        self._shield = Shield(tokenizer.control_tokens, self._mark)
+        self._assistant_shield = Shield((t for t in tokenizer.control_tokens if t.special), self._mark)
+
+    @classmethod
+    def from_directory(cls, directory: Path, tokenizer: Tokenizer) -> ChatRenderer:
+        """With the template found in a model directory."""
+        templates = ChatTemplates.from_directory(directory, tokenizer.settings, tokenizer.named_tokens)
+        return cls(tokenizer, templates)
+
+    @property
+    def has_template(self) -> bool:
+        return bool(self._templates)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+        find_boundaries: bool = True,
+    ) -> RenderedPrompt:
+        """Token ids of a conversation and the positions to keep.
+
+        Raises:
+            RequestError: no template, or the template refuses the conversation.
+        """
+        if not messages:
+            raise RequestError("messages", "must hold at least one message")
+        conversation = _Conversation(
+            self._templates.choose(with_tools=bool(tools)),
+            [self._prepare(message) for message in messages],
+            self._shield.value(list(tools)) if tools else None,
+            self._shield.value(dict(variables or {})),
+            self,
+        )
+        ids = conversation.ids(conversation.messages, conversation.tools, add_generation_prompt)
+        wanted = conversation.boundaries(ids) if find_boundaries else []
+        return RenderedPrompt(ids, wanted)
+
+    def encode(self, rendered: str) -> array[int]:
+        """Ids of rendered text: control tokens where the template put them, marks taken out."""
+        ids: array[int] = array("I")
+        pending = ""
+        for part in self._tokenizer.split_control(rendered):
+            if isinstance(part, int):
+                ids.extend(self._tokenizer.encode_array(pending.replace(self._mark, "")))
+                ids.append(part)
+                pending = ""
+            else:
+                pending += part
+        ids.extend(self._tokenizer.encode_array(pending.replace(self._mark, "")))
+        return ids
+
+    def _prepare(self, message: Mapping[str, Any]) -> Message:
+        shield = self._assistant_shield if message.get("role") == "assistant" else self._shield
+        prepared: Message = shield.value({key: value for key, value in message.items() if key != "role"})
+        prepared["role"] = message["role"]
+        for call in prepared.get("tool_calls") or ():
+            function = call.get("function")
+            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+                function["arguments"] = _parsed_arguments(function["arguments"])
+        return prepared
+
+
+def _parsed_arguments(arguments: str) -> Any:
+    """Clients send tool arguments as JSON text; templates expect the object."""
+    try:
+        parsed = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """One request while its boundaries are being found."""
+
+    template: ChatTemplate
+    messages: list[Message]
+    tools: list[Any] | None
+    variables: dict[str, Any]
+    renderer: ChatRenderer
+
+    def ids(
+        self, messages: list[Message], tools: list[Any] | None, add_generation_prompt: bool
+    ) -> array[int]:
+        text = self.template.render(
+            messages, tools, add_generation_prompt=add_generation_prompt, variables=self.variables
+        )
+        return self.renderer.encode(text)
+
+    def boundaries(self, prompt: array[int]) -> list[tuple[int, str]]:
+        """Positions in `prompt`, ascending; where two reasons meet, `history` is the one kept."""
+        found: dict[int, str] = {}
+        for position in self._message_positions(prompt):
+            found[position] = "message"
+        for position in self._history_positions(prompt):
+            found[position] = "history"
+        return sorted((position, reason) for position, reason in found.items() if position > 0)
+
+    def _shared(self, prompt: array[int], variants: Sequence[Variant]) -> int:
+        """Length of the prefix of `prompt` that every variant shares; 0 if the template refuses one."""
+        shared = len(prompt)
+        for messages, tools in variants:
+            try:
+                other = self.ids(messages, tools, False)
+            except RequestError:
+                return 0
+            shared = min(shared, common_prefix(prompt, other))
+        return shared
+
+    def _history_positions(self, prompt: array[int]) -> list[int]:
+        """What the next user turn and the next tool result will share with this prompt."""
+        user_turns: list[Variant] = []
+        tool_turns: list[Variant] = []
+        for text in SENTINEL_TEXTS:
+            answer = {"role": "assistant", "content": text}
+            user_turns.append(([*self.messages, answer, {"role": "user", "content": text}], self.tools))
+            call = {"id": "call_0", "type": "function", "function": {"name": text, "arguments": {}}}
+            calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+            result = {"role": "tool", "content": text, "name": text, "tool_call_id": "call_0"}
+            tool_turns.append(([*self.messages, calling, result], self.tools))
+        positions = [self._shared(prompt, user_turns)]
+        if self.tools or any(message["role"] == "tool" for message in self.messages):
+            positions.append(self._shared(prompt, tool_turns))
+        return positions
+
+    def _message_positions(self, prompt: array[int]) -> list[int]:
+        positions = self._preamble_positions(prompt)
+        ends = range(1, len(self.messages))
+        if len(ends) > FIRST_MESSAGE_BOUNDARIES + LAST_MESSAGE_BOUNDARIES:
+            chosen = [*ends[:FIRST_MESSAGE_BOUNDARIES], *ends[-LAST_MESSAGE_BOUNDARIES:]]
+        else:
+            chosen = list(ends)
+        for end in chosen:
+            following = self.messages[end]
+            variants = [
+                ([*self.messages[:end], _with_text(following, text)], self.tools) for text in SENTINEL_TEXTS
+            ]
+            positions.append(self._shared(prompt, variants))
+        return positions
+
+    def _preamble_positions(self, prompt: array[int]) -> list[int]:
+        """Ends of what stands before the first message's text: declarations of tools, a system prompt
+        the template brings along, and the given system prompt where it is written before the tools."""
+        first = self.messages[0]
+        if first["role"] not in ("system", "developer"):
+            return [
+                self._shared(prompt, [([_with_text(first, text)], self.tools) for text in SENTINEL_TEXTS])
+            ]
+        if not self.tools:
+            return []
+        turns: list[Message] = [{"role": "user", "content": text} for text in SENTINEL_TEXTS]
+        other_system = [
+            ([_with_text(first, text), turn], self.tools)
+            for text, turn in zip(SENTINEL_TEXTS, turns, strict=True)
+        ]
+        other_tools = [
+            ([first, turn], [_sentinel_tool(text)]) for text, turn in zip(SENTINEL_TEXTS, turns, strict=True)
+        ]
+        return [self._shared(prompt, other_system), self._shared(prompt, other_tools)]
+
+
+def _with_text(message: Message, text: str) -> Message:
+    """The message with another text and nothing that depends on the old one."""
+    return {
+        **{key: value for key, value in message.items() if key in ("role", "name", "tool_call_id")},
+        "content": text,
+    }
+
+
+def _sentinel_tool(text: str) -> Message:
+    parameters = {"type": "object", "properties": {}}
+    return {"type": "function", "function": {"name": text, "description": text, "parameters": parameters}}
+
+
+def common_prefix(left: array[int], right: array[int]) -> int:
+    """Number of leading items that are equal."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,370 @@
+"""The engine loop: schedule, execute, commit, in one thread of its own.
+
+Everything from outside comes through an inbox that is emptied between two steps; everything to the
+outside goes through sinks that must not block. A worker that fails costs the requests of that plan;
+a core that fails, or a worker that keeps failing, turns the engine red: it ends every request with
+an error, takes no more, and says so in `failure`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from milepost.core.metrics import CoreStats
+from milepost.core.plan import StepPlan, StepResult
+from milepost.core.ports import Worker
+from milepost.core.request import Request, RequestUpdate
+from milepost.core.scheduler import Scheduler
+from milepost.engine.answer import Answer, Sink
+from milepost.engine.explain import ReuseExplainer
+from milepost.engine.messages import (
+    Accepted,
+    EngineError,
+    Failed,
+    FinishedRequest,
+    GenerationRequest,
+    OutputDelta,
+    ReuseExplanation,
+)
+from milepost.engine.tokenizer import Tokenizer
+from milepost.errors import InvariantError, MilepostError
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+request_log = logging.getLogger("milepost.request")
+
+MAX_FAILED_STEPS_IN_A_ROW = 3
+STATS_INTERVAL_SECONDS = 0.1
+IDLE_STEP_WAIT_SECONDS = 0.002
+"""Pause after a plan without work while requests are unfinished; new messages end it at once."""
+
+
+class Observer(Protocol):
+    """Hears of events in the engine thread; must not block and must not raise."""
+
+    def admitted(self, reuse: ReuseExplanation) -> None:
+        """A request was admitted; `reuse` says how much of its prompt is not computed."""
+
+    def tokens(
+        self, num_tokens: int, seconds_since_submission: float | None, seconds_since_last: float | None
+    ) -> None:
+        """New output tokens; for the first ones the second argument is set, for later ones the third."""
+
+    def finished(self, record: FinishedRequest) -> None:
+        """A request ended, for whatever reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """Work for the engine thread; `if_dead` runs instead when the engine ends first."""
+
+    apply: Callable[[], None]
+    if_dead: Callable[[], None]
+
+
+def _nothing() -> None:
+    """An abort that comes too late."""
+
+
+class Engine:
+    """Runs one scheduler and one worker.
+
+    Args:
+        clock: seconds, monotonic; tests pass their own.
+        observers: see `Observer`.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        worker: Worker,
+        tokenizer: Tokenizer,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        observers: tuple[Observer, ...] = (),
+    ) -> None:
+        self._scheduler = scheduler
+        self._worker = worker
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._observers = list(observers)
+        self._explainer = ReuseExplainer(tokenizer)
+        self._ids = itertools.count(1)
+        self._inbox: deque[_Message] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._answers: dict[int, Answer] = {}
+        self._flushes: list[Callable[[], None]] = []
+        self._failed_steps = 0
+        self._stats = scheduler.stats()
+        self._stats_at = clock()
+        self._needs_flush_step = False
+        self.failure: str | None = None
+
+    # ------------------------------------------------------------------ from any thread
+
+    def start(self) -> None:
+        """Start the engine thread."""
+        if self._thread is not None:
+            raise EngineError("the engine was started before")
+        self._thread = threading.Thread(target=self._run, name="milepost-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.failure is None and self._thread is not None and self._thread.is_alive()
+
+    def submit(self, request: GenerationRequest, sink: Sink) -> int:
+        """Hand in a request; `sink` hears `Accepted`, then deltas, or `Failed` at any point."""
+        request_id = next(self._ids)
+        submitted_at = self._clock()
+        self._post(
+            lambda: self._add(request_id, request, sink, submitted_at),
+            lambda: sink(Failed(self._dead())),
+        )
+        return request_id
+
+    def abort(self, request_id: int) -> None:
+        """End a request without an answer; unknown and finished ids are fine."""
+        self._post(lambda: self._abort(request_id))
+
+    def reset_prefix_cache(self) -> Future[bool]:
+        """Drop every cached prefix that no running request uses; False if some stayed."""
+        return self._call(self._scheduler.reset_prefix_cache)
+
+    def fresh_stats(self) -> Future[CoreStats]:
+        """Counters as of the end of the current step."""
+        return self._call(self._scheduler.stats)
+
+    def stats(self) -> CoreStats:
+        """The last snapshot, at most a tenth of a second old while the engine works; never waits."""
+        return self._stats
+
+    def add_observer(self, observer: Observer) -> None:
+        """Before `start`."""
+        self._observers.append(observer)
+
+    def add_flush(self, flush: Callable[[], None]) -> None:
+        """`flush` is called in the engine thread whenever a batch of events went to the sinks."""
+        self._flushes.append(flush)
+
+    def remove_flush(self, flush: Callable[[], None]) -> None:
+        """Undo `add_flush`."""
+        self._flushes = [known for known in self._flushes if known != flush]
+
+    def close(self, timeout: float = 30.0) -> None:
+        """Abort what runs, stop the thread, close the worker."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                raise EngineError(f"the engine thread did not stop within {timeout:g} s")
+        self._worker.close()
+
+    def _post(self, apply: Callable[[], None], if_dead: Callable[[], None] = _nothing) -> None:
+        with self._wake:
+            alive = self.failure is None and not self._stopping
+            if alive:
+                self._inbox.append(_Message(apply, if_dead))
+                self._wake.notify()
+        if not alive:
+            if_dead()
+            self._flush()
+
+    def _call(self, function: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+                raise
+
+        self._post(run, lambda: future.set_exception(self._dead()))
+        return future
+
+    def _dead(self) -> EngineError:
+        return EngineError(
+            f"the engine has stopped: {self.failure}" if self.failure else "the engine is shutting down"
+        )
+
+    # ------------------------------------------------------------------ in the engine thread
+
+    def _run(self) -> None:
+        try:
+            while self._take_messages():
+                self.step()
+        except Exception as error:
+            log.exception("the engine stops: its own state cannot be trusted any more")
+            self._turn_red(f"{type(error).__name__}: {error}")
+        finally:
+            self._end_all(self._dead(), "error" if self.failure else "abort")
+
+    def _take_messages(self) -> bool:
+        """Wait for work, then apply every message; False when the engine is to stop."""
+        while True:
+            with self._wake:
+                while not (self._inbox or self._stopping or self._has_work()):
+                    self._wake.wait()
+                if self._stopping:
+                    return False
+                messages, self._inbox = self._inbox, deque()
+            for message in messages:
+                message.apply()
+            self._flush()
+            if self._has_work():
+                return True
+            self._take_stats()
+
+    def _has_work(self) -> bool:
+        return self._scheduler.has_unfinished_requests or self._needs_flush_step
+
+    def step(self) -> None:
+        """One turn of the loop."""
+        plan = self._scheduler.schedule(self._clock())
+        result = self._execute(plan)
+        updates = self._scheduler.commit(result)
+        # Finished requests reach the worker with the next plan: make one more when all are done.
+        self._needs_flush_step = bool(plan.chunks or updates)
+        self._deliver(updates)
+        if self._failed_steps >= MAX_FAILED_STEPS_IN_A_ROW:
+            raise EngineError(f"the worker failed {self._failed_steps} steps in a row, last: {result.error}")
+        if not self._has_work() or self._clock() - self._stats_at >= STATS_INTERVAL_SECONDS:
+            self._take_stats()
+        if not plan.chunks and self._scheduler.has_unfinished_requests:
+            with self._wake:
+                if not (self._inbox or self._stopping):
+                    self._wake.wait(IDLE_STEP_WAIT_SECONDS)
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        if not (plan.chunks or plan.started or plan.finished or plan.copies or plan.discards):
+            return StepResult(plan.step_id, [])
+        try:
+            result = self._worker.execute(plan)
+        except Exception as error:
+            self._failed_steps += 1
+            log.exception("step %d failed in the worker; its requests end with an error", plan.step_id)
+            return StepResult(plan.step_id, [], f"{type(error).__name__}: {error}")
+        self._failed_steps = 0 if result.error is None else self._failed_steps + 1
+        return result
+
+    def _take_stats(self) -> None:
+        self._stats = self._scheduler.stats()
+        self._stats_at = self._clock()
+
+    def _add(self, request_id: int, request: GenerationRequest, sink: Sink, submitted_at: float) -> None:
+        try:
+            self._scheduler.add(
+                Request(
+                    request_id,
+                    request.prompt_token_ids,
+                    request.sampling,
+                    max_tokens=request.max_tokens,
+                    priority=request.priority,
+                    domain=request.domain,
+                    wanted=request.wanted,
+                    conversation=request.conversation,
+                )
+            )
+        except InvariantError:
+            sink(Failed(EngineError("the engine found its own state inconsistent")))
+            raise
+        except MilepostError as error:
+            sink(Failed(error))
+            return
+        self._answers[request_id] = Answer(request_id, request, sink, self._tokenizer, submitted_at)
+        sink(Accepted())
+
+    def _abort(self, request_id: int) -> None:
+        answer = self._answers.pop(request_id, None)
+        if answer is not None:
+            self._scheduler.abort(request_id)
+            self._needs_flush_step = True
+            self._record(answer, "abort")
+
+    def _deliver(self, updates: list[RequestUpdate]) -> None:
+        now = self._clock()
+        for update in updates:
+            answer = self._answers.get(update.request_id)
+            if answer is None:
+                continue  # aborted, or ended by a stop string, before this step was committed
+            if update.finish_reason in ("error", "abort"):
+                self._drop(
+                    answer, EngineError(update.error or "the request was aborted"), update.finish_reason
+                )
+                continue
+            delta = answer.advance(update)
+            if update.reuse is not None and answer.reuse is None:
+                request = answer.request
+                answer.reuse = self._explainer.explain(request.domain, request.prompt_token_ids, update.reuse)
+                delta.reuse = answer.reuse
+                for observer in self._observers:
+                    observer.admitted(answer.reuse)
+            self._note_tokens(answer, len(delta.tokens), now)
+            if delta.finish_reason is not None:
+                self._finish(answer, update, delta)
+            if delta.tokens or delta.finish_reason or delta.reuse:
+                answer.sink(delta)
+        self._flush()
+
+    def _finish(self, answer: Answer, update: RequestUpdate, delta: OutputDelta) -> None:
+        if update.finish_reason is None:
+            self._scheduler.finish(answer.request_id)
+        del self._answers[answer.request_id]
+        self._explainer.remember(answer.request.domain, answer.request.prompt_token_ids, answer.generated)
+        self._record(answer, delta.finish_reason or "stop")
+
+    def _note_tokens(self, answer: Answer, num_tokens: int, now: float) -> None:
+        if not num_tokens:
+            return
+        first = answer.first_token_at is None
+        since_submission = now - answer.submitted_at if first else None
+        since_last = None if first else now - answer.last_token_at
+        if first:
+            answer.first_token_at = now
+        answer.last_token_at = now
+        for observer in self._observers:
+            observer.tokens(num_tokens, since_submission, since_last)
+
+    def _drop(self, answer: Answer, error: MilepostError, finish_reason: str) -> None:
+        self._answers.pop(answer.request_id, None)
+        answer.sink(Failed(error))
+        self._record(answer, finish_reason)
+
+    def _record(self, answer: Answer, finish_reason: str) -> None:
+        record = answer.record(finish_reason, self._clock())
+        request_log.info("%s", record.log_line())
+        for observer in self._observers:
+            observer.finished(record)
+
+    def _flush(self) -> None:
+        for flush in self._flushes:
+            flush()
+
+    def _turn_red(self, failure: str) -> None:
+        with self._wake:
+            self.failure = failure
+
+    def _end_all(self, error: EngineError, finish_reason: str) -> None:
+        """Nothing may wait for an engine that is gone."""
+        with self._wake:
+            self._stopping = True
+            messages, self._inbox = self._inbox, deque()
+        for answer in list(self._answers.values()):
+            self._drop(answer, error, finish_reason)
+        for message in messages:
+            message.if_dead()
+        self._flush()

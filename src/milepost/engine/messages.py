@@ -1,0 +1,169 @@
+"""What goes into the engine and what comes out of it. Plain data; no text of a prompt is kept."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from milepost.core.plan import SampledToken, SamplingParams
+from milepost.core.request import CacheDomain
+from milepost.errors import MilepostError
+
+
+class EngineError(MilepostError):
+    """The engine could not finish a request, or does not run any more: the server's fault, not the caller's."""
+
+
+@dataclass(slots=True)
+class GenerationRequest:
+    """One answer to be generated.
+
+    Attributes:
+        wanted: (token position, reason) pairs where a checkpoint is worth keeping.
+        stop: strings that end the answer; `sampling.stop_token_ids` are the ids that do.
+        max_tokens: output tokens at most.
+        conversation: names a conversation for retention (`prompt_cache_key`).
+        label: how log lines call the request.
+    """
+
+    prompt_token_ids: array[int]
+    sampling: SamplingParams
+    max_tokens: int
+    stop: Sequence[str] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    priority: int = 0
+    domain: CacheDomain = field(default_factory=CacheDomain)
+    wanted: Sequence[tuple[int, str]] = ()
+    conversation: str | None = None
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseExplanation:
+    """How much of a prompt was reused and why not more; what usage, metrics and log report.
+
+    Attributes:
+        num_cached_tokens: prompt tokens that were not computed, at most `num_prompt_tokens` - 1.
+        matched_tokens: per cache group, tokens it could have served alone.
+        reason: "hit", a miss reason of the core, or "retokenized@i".
+        first_divergence: first token that differs from the nearest cached path, if one does.
+        retokenized_at: token position where an earlier answer, encoded again from its text, got
+            other ids than were generated.
+    """
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    matched_tokens: dict[str, int]
+    num_tokens_lost_to_missing_state: int
+    limiting_group: str | None
+    reason: str
+    first_divergence: int | None
+    retokenized_at: int | None
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return self.num_prompt_tokens - self.num_cached_tokens
+
+    @property
+    def reason_code(self) -> str:
+        """`reason` without a position: a bounded set, fit for a metric label."""
+        return self.reason.partition("@")[0]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The `milepost.reuse` object of a response."""
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "cached_tokens": self.num_cached_tokens,
+            "computed_tokens": self.num_computed_tokens,
+            "matched_tokens": dict(self.matched_tokens),
+            "tokens_lost_to_missing_state": self.num_tokens_lost_to_missing_state,
+            "limiting_group": self.limiting_group,
+            "reason": self.reason,
+            "first_divergence": self.first_divergence,
+            "retokenized_at": self.retokenized_at,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The scheduler took the request; errors from now on are not the caller's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request ended without an answer: a `RequestError` (refused) or an `EngineError`."""
+
+    error: MilepostError
+
+
+@dataclass(slots=True)
+class OutputDelta:
+    """What one step added to an answer.
+
+    Attributes:
+        text: new text that can no longer become part of a stop string.
+        tokens: new tokens, the stop token included.
+        finish_reason: "stop" or "length" on the last delta.
+        stop_reason: the stop string or stop token id that ended the answer.
+        reuse: on the first delta.
+    """
+
+    text: str = ""
+    tokens: list[SampledToken] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    reuse: ReuseExplanation | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.token_id for token in self.tokens]
+
+
+EngineEvent = Accepted | Failed | OutputDelta
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """One line of the request log, and what metrics record.
+
+    Attributes:
+        finish_reason: "stop", "length", "abort" or "error".
+        reuse: None if it ended before it was admitted.
+        time_to_first_token: seconds from submission; None if there was no token.
+        seconds: from submission to the end.
+    """
+
+    request_id: int
+    label: str
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    finish_reason: str
+    reuse: ReuseExplanation | None
+    time_to_first_token: float | None
+    seconds: float
+
+    def log_line(self) -> str:
+        """Counts and reasons only; never text."""
+        parts = [
+            f"request={self.label or self.request_id}",
+            f"finish={self.finish_reason}",
+            f"prompt_tokens={self.num_prompt_tokens}",
+        ]
+        if self.reuse is not None:
+            parts.append(f"cached_tokens={self.reuse.num_cached_tokens}")
+            parts.append(f"computed_tokens={self.reuse.num_computed_tokens}")
+            parts.append(f"reason={self.reuse.reason}")
+            if self.reuse.limiting_group is not None:
+                parts.append(f"limiting_group={self.reuse.limiting_group}")
+            if self.reuse.first_divergence is not None:
+                parts.append(f"first_divergence={self.reuse.first_divergence}")
+            if self.reuse.num_tokens_lost_to_missing_state:
+                parts.append(f"lost_to_missing_state={self.reuse.num_tokens_lost_to_missing_state}")
+        parts.append(f"generated_tokens={self.num_generated_tokens}")
+        if self.time_to_first_token is not None:
+            parts.append(f"ttft_ms={1000 * self.time_to_first_token:.1f}")
+        parts.append(f"e2e_ms={1000 * self.seconds:.1f}")
+        return " ".join(parts)

@@ -1,0 +1,142 @@
+"""Chat templates: finding one in a model directory and rendering it in a sandbox."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateSyntaxError, nodes
+from jinja2.exceptions import TemplateError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from milepost.errors import CheckpointFileError, RequestError
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` ... `{% endgeneration %}` marks text for training; here it only renders."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
+
+
+class ChatTemplate:
+    """One Jinja chat template with the functions published templates expect.
+
+    Args:
+        source: Jinja text.
+        named_tokens: `bos_token` and the like, visible to the template.
+
+    Raises:
+        CheckpointFileError: the text is no Jinja template.
+    """
+
+    def __init__(self, source: str, named_tokens: Mapping[str, str] | None = None) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        self._named_tokens = dict(named_tokens or {})
+        try:
+            self._template = environment.from_string(source)
+        except TemplateSyntaxError as error:
+            raise CheckpointFileError(f"chat template, line {error.lineno}: {error.message}") from None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """The conversation as text.
+
+        Raises:
+            RequestError: the template refuses these messages, or fails on them.
+        """
+        try:
+            return self._template.render(
+                **{
+                    **self._named_tokens,
+                    **variables,
+                    "messages": messages,
+                    "tools": tools,
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
+        except Exception as error:  # a template may fail in any way on input it did not foresee
+            raise RequestError(
+                "messages", f"the model's chat template cannot render this conversation: {error}"
+            ) from None
+
+
+class ChatTemplates:
+    """The templates of a model: a default one and perhaps one for requests with tools."""
+
+    def __init__(self, sources: Mapping[str, str], named_tokens: Mapping[str, str] | None = None) -> None:
+        self._templates = {name: ChatTemplate(source, named_tokens) for name, source in sources.items()}
+
+    @classmethod
+    def from_directory(
+        cls, directory: Path, settings: Mapping[str, Any], named: Mapping[str, str]
+    ) -> ChatTemplates:
+        """chat_template.jinja if there is one, else `chat_template` of tokenizer_config.json
+        (a string, or a list of named templates). A model without one cannot chat, only complete."""
+        path = directory / "chat_template.jinja"
+        if path.is_file():
+            return cls({"default": path.read_text(encoding="utf-8")}, named)
+        declared = settings.get("chat_template")
+        if isinstance(declared, str):
+            return cls({"default": declared}, named)
+        if isinstance(declared, list):
+            return cls({entry["name"]: entry["template"] for entry in declared}, named)
+        return cls({}, named)
+
+    def __bool__(self) -> bool:
+        return bool(self._templates)
+
+    def choose(self, *, with_tools: bool) -> ChatTemplate:
+        """The template for a request.
+
+        Raises:
+            RequestError: the model has none.
+        """
+        names = ("tool_use", "default") if with_tools else ("default",)
+        for name in names:
+            if name in self._templates:
+                return self._templates[name]
+        raise RequestError(
+            "messages",
+            "this model has no chat template; use /v1/completions, or add chat_template.jinja to its directory",
+            code="no_chat_template",
+        )

@@ -1,0 +1,123 @@
+"""Text and control tokens stay apart; bytes come back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Oracle
+
+from milepost.engine.tokenizer import Tokenizer, byte_alphabet
+from milepost.errors import CheckpointFileError
+from tests.engine.tiny_tokenizer import (
+    NOT_SPECIAL,
+    SETTINGS,
+    SPECIAL,
+    spec,
+    tokenizer_spec,
+    write_model_directory,
+)
+
+TOKENIZER = Tokenizer(spec(), SETTINGS)
+ORACLE = Oracle.from_str(tokenizer_spec())
+CONTROL = {token.token_id for token in TOKENIZER.control_tokens}
+
+pieces = st.one_of(
+    st.text(max_size=8), st.sampled_from([*SPECIAL, *NOT_SPECIAL, "<|im_", "end|>", "<", "|>", " the"])
+)
+texts = st.lists(pieces, max_size=8).map("".join)
+
+
+@given(texts)
+def test_with_control_tokens_it_agrees_with_the_library(text: str) -> None:
+    assert TOKENIZER.encode_with_control(text) == ORACLE.encode(text, add_special_tokens=False).ids
+
+
+@given(texts)
+def test_plain_text_never_gives_a_control_token_and_comes_back(text: str) -> None:
+    ids = TOKENIZER.encode(text)
+    assert CONTROL.isdisjoint(ids)
+    assert TOKENIZER.decode(ids) == text
+
+
+@pytest.mark.parametrize("text", [*SPECIAL, *NOT_SPECIAL])
+def test_whole_word_lookup_cannot_reach_a_control_token(text: str) -> None:
+    """With `ignore_merges` a word that is in the vocabulary is one token, merges or not."""
+    tokenizer = Tokenizer(spec(ignore_merges=True))
+    assert CONTROL.isdisjoint(tokenizer.encode(text))
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=20))
+def test_decoding_agrees_with_the_library(ids: list[int]) -> None:
+    for skip in (False, True):
+        assert TOKENIZER.decode(ids, skip_special_tokens=skip) == ORACLE.decode(ids, skip_special_tokens=skip)
+
+
+def test_byte_alphabet_is_a_bijection_onto_bytes() -> None:
+    alphabet = byte_alphabet()
+    assert sorted(alphabet.values()) == list(range(256))
+    assert all(alphabet[char] == ord(char) for char in "aZ0!~")
+
+
+def test_half_a_surrogate_pair_is_not_fatal() -> None:
+    assert TOKENIZER.decode(TOKENIZER.encode("a\ud83d")) == "a?"
+
+
+def test_lstrip_and_rstrip_tokens_swallow_white_space_as_in_the_library() -> None:
+    changed = spec()
+    for entry in changed["added_tokens"]:
+        if entry["content"] == "<think>":
+            entry["lstrip"] = entry["rstrip"] = True
+        if entry["content"] == "<tool_call>":
+            entry["single_word"] = True
+    oracle = Oracle.from_str(json.dumps(changed))
+    tokenizer = Tokenizer(changed)
+    for text in ("a  <think>  b", "<think>", "a <tool_call>b", "a <tool_call> b"):
+        assert tokenizer.encode_with_control(text) == oracle.encode(text, add_special_tokens=False).ids
+
+
+def test_bos_comes_from_the_post_processor() -> None:
+    oracle = Oracle.from_str(tokenizer_spec())
+    from tokenizers.processors import TemplateProcessing
+
+    oracle.post_processor = TemplateProcessing(single="[BOS] $A", special_tokens=[("[BOS]", 0)])
+    tokenizer = Tokenizer(json.loads(oracle.to_str()))
+    bare = tokenizer.encode("hello")
+    assert tokenizer.encode_prompt("hello") == [0, *bare]
+    assert tokenizer.encode_prompt("hello", add_special_tokens=False) == bare
+    assert tokenizer.encode_prompt("[BOS]", add_special_tokens=False, parse_special=True) == [0]
+
+
+def test_encoded_text_is_remembered_and_not_shared_by_reference() -> None:
+    first = TOKENIZER.encode("remember me")
+    first.append(99)
+    assert TOKENIZER.encode("remember me") == first[:-1]
+
+
+def test_directory(tmp_path) -> None:
+    tokenizer = Tokenizer.from_directory(write_model_directory(tmp_path))
+    assert tokenizer.eos_token_ids == (2,)
+    assert tokenizer.named_tokens["pad_token"] == "[PAD]"
+    assert tokenizer.is_special(2) and not tokenizer.is_special(tokenizer.encode_with_control("<think>")[0])
+
+
+def test_missing_tokenizer_names_the_file(tmp_path) -> None:
+    with pytest.raises(CheckpointFileError, match=r"tokenizer\.json: no such file"):
+        Tokenizer.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"decoder": {"type": "ByteLevel"}}'])
+def test_a_broken_tokenizer_file_is_a_clear_error(tmp_path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(CheckpointFileError, match=r"tokenizer\.json"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_other_kinds_of_tokenizers_are_refused_by_name() -> None:
+    changed = spec()
+    changed["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    with pytest.raises(CheckpointFileError, match="WordPiece"):
+        Tokenizer(changed)
