@@ -1,0 +1,1 @@
+"""Operations of the models. `api` chooses implementations, `reference` defines what is correct."""

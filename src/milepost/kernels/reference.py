@@ -1,0 +1,225 @@
+"""Every operation in plain torch: the definition of correct, and the fallback that always works.
+
+Shapes: N rows of a packed step, D hidden size, H heads, K key dim, V value dim, C channels.
+Model-dtype inputs (fp32 or bf16) are widened to fp32 inside; what is stored (pages, convolution
+tails) is first rounded to its stored dtype and then read back, so that a later pass sees the same
+numbers as the rows of this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from milepost.kernels.index import AttentionIndex, RecurrentIndex
+
+L2_NORM_EPS = 1e-6
+RENORMALIZE_EPS = 1e-20
+MAX_SCORES = 1 << 22
+"""Attention scores held at a time (query rows x heads x keys)."""
+
+ExpertWeights = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""gate [inner, D], up [inner, D], down [D, inner] (hub names w1, w3, w2)."""
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [N, in] times weight [out, in] -> [N, out] in the dtype of both."""
+    return F.linear(x, weight)
+
+
+def per_head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [N, H, in] times weight [H, in, out] -> fp32 [N, H, out]."""
+    return torch.bmm(x.float().transpose(0, 1), weight.float()).transpose(0, 1)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim; fp32 inside, result in x's dtype."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * weight.float()).to(x.dtype)
+
+
+def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """rms_norm(x) * weight * sigmoid(gate), in this order, fp32 inside.
+
+    x fp32 [N, H, V], gate [N, H, V] in the model dtype, weight [V]; result in gate's dtype.
+    """
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return (x * scale * weight.float() * torch.sigmoid(gate.float())).to(gate.dtype)
+
+
+def l2_norm(x: torch.Tensor) -> torch.Tensor:
+    """x / sqrt(sum(x^2) + 1e-6) over the last dim; x fp32. The eps stands inside of the root."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_NORM_EPS)
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(first half) * second half; gate_up [N, 2 * inner]. fp32 inside, result in its dtype."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def short_conv(
+    raw: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor, index: RecurrentIndex
+) -> torch.Tensor:
+    """Causal depthwise convolution and SiLU, carrying the last rows from pass to pass.
+
+    y[t, c] = silu(sum_j weight[c, j] * raw[t - taps + 1 + j, c]); the last tap meets row t.
+
+    Args:
+        raw: [N, C] projections in the model dtype (the stored precision of the tail).
+        weight: fp32 [C, taps].
+        tails: [slots, taps - 1, C], view of the pool; initial tails are read, then running and
+            exported tails are written.
+
+    Returns:
+        fp32 [N, C].
+    """
+    taps = weight.shape[1]
+    num_rows, channels = raw.shape
+    initial = _gather_initial(tails, index)
+    extended = raw.new_empty(num_rows + initial.shape[0] * (taps - 1), channels)
+    extended.index_copy_(0, index.extended_tail_rows, initial.reshape(-1, channels))
+    extended.index_copy_(0, index.extended_raw_rows, raw)
+    stored = extended.index_select(0, index.extended_write_rows).view(-1, taps - 1, channels)
+    tails.index_copy_(0, index.write_slots, stored)
+
+    wide = extended.float()
+    result = raw.new_zeros((num_rows, channels), dtype=torch.float32)
+    for tap in range(taps):
+        rows = index.extended_raw_rows - (taps - 1 - tap)
+        result.addcmul_(wide.index_select(0, rows), weight[:, tap])
+    return F.silu(result)
+
+
+def _gather_initial(pool: torch.Tensor, index: RecurrentIndex) -> torch.Tensor:
+    """Initial records of all sequences, [sequences, ...]: a copy; zeros where the plan says so."""
+    initial = pool.index_select(0, index.initial_slots)
+    if index.any_zero:
+        # where, not multiply: an unused slot may hold NaN.
+        mask = index.starts_at_zero.view(-1, *([1] * (initial.dim() - 1)))
+        initial = torch.where(mask, torch.zeros((), dtype=initial.dtype), initial)
+    return initial
+
+
+def kda_gate(
+    raw_gate: torch.Tensor, decay_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float | None
+) -> torch.Tensor:
+    """Log decay g <= 0 of the KDA recurrence, fp32 [N, H, K].
+
+    Args:
+        raw_gate: [N, H, K] low-rank gate projection.
+        decay_log: fp32 [H], `A_log`.
+        dt_bias: fp32 [H, K].
+        lower_bound: None: g = -exp(A_log) * softplus(z); else g = lower_bound * sigmoid(exp(A_log) * z),
+            with z = raw_gate + dt_bias.
+    """
+    z = raw_gate.float() + dt_bias
+    rate = decay_log.exp().unsqueeze(-1)
+    if lower_bound is None:
+        return -rate * F.softplus(z)
+    return lower_bound * torch.sigmoid(rate * z)
+
+
+def store_rows(pages: torch.Tensor, rows: torch.Tensor, index: AttentionIndex) -> None:
+    """Writes rows [N, W] into pages [num_pages, match_unit, W], rounding to the stored dtype."""
+    pages.index_put_((index.write_pages, index.write_offsets), rows.to(pages.dtype))
+
+
+def latent_attention(
+    query: torch.Tensor, pages: torch.Tensor, index: AttentionIndex, *, value_width: int, scale: float
+) -> torch.Tensor:
+    """Causal attention of absorbed queries over paged latents (MLA without positions).
+
+    One algebra for prefill and decode: every head attends to the same latent rows, scores use the
+    whole row, values are its first `value_width` entries. Only entries [0, position] are ever read.
+
+    Args:
+        query: fp32 [N, H, W], absorbed through the key expansion, then the shared key part.
+        pages: [num_pages, match_unit, W] in the stored dtype; rows of this step are already in.
+
+    Returns:
+        fp32 [N, H, value_width]: softmax-weighted latents.
+    """
+    num_heads, width = query.shape[1:]
+    result = query.new_empty(query.shape[0], num_heads, value_width)
+    for span, table in zip(index.spans, index.page_tables, strict=True):
+        latents = pages.index_select(0, table).view(-1, width)[: span.end_position].float()
+        block = max(1, MAX_SCORES // (num_heads * span.end_position))
+        for first in range(span.first_row, span.end_row, block):
+            end = min(first + block, span.end_row)
+            first_position = span.position + first - span.first_row
+            visible = latents[: first_position + end - first]
+            scores = torch.matmul(query[first:end].reshape(-1, width), visible.t()).mul_(scale)
+            if end - first > 1:
+                keys = torch.arange(visible.shape[0])
+                rows = torch.arange(first_position, first_position + end - first)
+                hidden = (keys > rows.unsqueeze(-1)).unsqueeze(1)
+                scores.view(end - first, num_heads, -1).masked_fill_(hidden, float("-inf"))
+            weights = torch.softmax(scores, dim=-1)
+            result[first:end] = torch.matmul(weights, visible[:, :value_width]).view(
+                -1, num_heads, value_width
+            )
+    return result
+
+
+def route(
+    logits: torch.Tensor,
+    correction_bias: torch.Tensor,
+    experts_per_token: int,
+    *,
+    renormalize: bool,
+    scaling_factor: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sigmoid router: the bias decides who is chosen, the unbiased scores how much each counts.
+
+    Args:
+        logits: fp32 [N, E].
+        correction_bias: fp32 [E].
+
+    Returns:
+        expert ids int64 [N, k], ascending per row so that sums have one order, and fp32 weights [N, k].
+    """
+    scores = torch.sigmoid(logits)
+    chosen = torch.topk(scores + correction_bias, experts_per_token, dim=-1).indices
+    chosen = chosen.sort(dim=-1).values
+    weights = scores.gather(-1, chosen)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + RENORMALIZE_EPS)
+    return chosen, weights * scaling_factor
+
+
+def routed_experts(
+    x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, experts: Sequence[ExpertWeights]
+) -> torch.Tensor:
+    """Weighted sum of the chosen experts' SwiGLU outputs, fp32 [N, D].
+
+    Each expert sees the rows that chose it, in row order; a token's k contributions are added in
+    the order of its `expert_ids`, whoever else is in the step.
+
+    Args:
+        x: [N, D] in the model dtype.
+        expert_ids, weights: from `route`.
+    """
+    num_rows, per_token = expert_ids.shape
+    outputs = x.new_empty(num_rows * per_token, x.shape[1])
+    flat = expert_ids.flatten()
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=len(experts)).tolist()
+    first = 0
+    for expert, count in zip(experts, counts, strict=True):
+        if count == 0:
+            continue
+        places = order[first : first + count]
+        gate, up, down = expert
+        rows = x.index_select(0, places // per_token)
+        inner = (F.silu(F.linear(rows, gate).float()) * F.linear(rows, up).float()).to(x.dtype)
+        outputs.index_copy_(0, places, F.linear(inner, down))
+        first += count
+    parts = outputs.float().view(num_rows, per_token, -1)
+    total = parts[:, 0] * weights[:, 0:1]
+    for choice in range(1, per_token):
+        total = total.addcmul_(parts[:, choice], weights[:, choice : choice + 1])
+    return total

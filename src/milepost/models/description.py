@@ -1,0 +1,139 @@
+"""Facts about a model directory that need neither torch nor the weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from milepost.errors import CheckpointFileError, ConfigError
+from milepost.models.config_reader import read_json_object
+from milepost.models.layout import CacheLayout, cache_layout
+from milepost.models.registry import parse_config
+from milepost.models.specs import COMPUTE_DTYPES, DecoderSpec
+
+CONFIG_FILE = "config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """What `milepost info` prints.
+
+    Attributes:
+        layer_kinds: mixer of each layer, in order.
+        num_parameters: weights of the decoder, counted from the config.
+        bytes_per_token: attention KV of one token over all layers.
+        state_bytes: recurrent state over all layers.
+    """
+
+    model_type: str
+    dtype: str
+    layer_kinds: tuple[str, ...]
+    num_moe_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_model_len: int
+    num_parameters: int
+    bytes_per_token: int
+    state_bytes: int
+    layout: CacheLayout
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_kinds)
+
+
+def model_directory(path: str | Path) -> Path:
+    """`path` as a directory that exists.
+
+    Raises:
+        CheckpointFileError: it does not, or is a file.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise CheckpointFileError(f"{directory} is not a directory; give a local directory with config.json")
+    return directory
+
+
+def read_spec(path: str | Path) -> DecoderSpec:
+    """The decoder that `path/config.json` describes."""
+    return parse_config(read_json_object(model_directory(path) / CONFIG_FILE))
+
+
+def resolve_dtype(spec: DecoderSpec, dtype: str | None) -> str:
+    """Dtype to run in: `None` or "auto" = what the checkpoint asks for."""
+    if dtype is None or dtype == "auto":
+        return spec.dtype
+    if dtype not in COMPUTE_DTYPES:
+        raise ConfigError("dtype", f"{dtype!r} is not supported; use auto or one of {list(COMPUTE_DTYPES)}")
+    return dtype
+
+
+def describe(path: str | Path, *, dtype: str | None = None) -> ModelDescription:
+    """Layers and cache sizes from `config.json` alone."""
+    spec = read_spec(path)
+    return describe_spec(spec, resolve_dtype(spec, dtype))
+
+
+def describe_spec(spec: DecoderSpec, dtype: str) -> ModelDescription:
+    layout = cache_layout(spec, dtype)
+    geometry = layout.geometry(match_unit=1)
+    return ModelDescription(
+        model_type=spec.model_type,
+        dtype=dtype,
+        layer_kinds=tuple(layer.mixer for layer in spec.layers),
+        num_moe_layers=sum(layer.mlp == "moe" for layer in spec.layers),
+        hidden_size=spec.hidden_size,
+        vocab_size=spec.vocab_size,
+        max_model_len=spec.max_model_len,
+        num_parameters=count_parameters(spec),
+        bytes_per_token=geometry.bytes_per_token,
+        state_bytes=geometry.state_bytes,
+        layout=layout,
+    )
+
+
+def count_parameters(spec: DecoderSpec) -> int:
+    """Weights of the whole decoder, embeddings included."""
+    embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2)
+    total = embeddings + spec.hidden_size
+    for layer in spec.layers:
+        total += 2 * spec.hidden_size
+        total += _kda_parameters(spec) if layer.mixer == "kda" else _mla_parameters(spec)
+        total += (
+            _moe_parameters(spec) if layer.mlp == "moe" else 3 * spec.hidden_size * spec.intermediate_size
+        )
+    return total
+
+
+def _kda_parameters(spec: DecoderSpec) -> int:
+    kda = spec.kda
+    if kda is None:
+        return 0
+    projections = 4 * spec.hidden_size * kda.width + 3 * kda.width * kda.conv_kernel
+    low_rank = 2 * kda.head_dim * (spec.hidden_size + kda.width)
+    small = spec.hidden_size * kda.num_heads + kda.num_heads + kda.width + kda.head_dim
+    return projections + low_rank + small
+
+
+def _mla_parameters(spec: DecoderSpec) -> int:
+    mla = spec.mla
+    if mla is None:
+        return 0
+    query_out = mla.num_heads * mla.qk_head_dim
+    if mla.q_lora_rank is None:
+        query = spec.hidden_size * query_out
+    else:
+        query = mla.q_lora_rank * (spec.hidden_size + 1 + query_out)
+    latent = spec.hidden_size * mla.latent_width + mla.kv_lora_rank
+    expand = mla.kv_lora_rank * mla.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    return query + latent + expand + mla.num_heads * mla.v_head_dim * spec.hidden_size
+
+
+def _moe_parameters(spec: DecoderSpec) -> int:
+    moe = spec.moe
+    if moe is None:
+        return 0
+    num_mlps = moe.num_experts + moe.num_shared_experts
+    return 3 * spec.hidden_size * moe.expert_intermediate_size * num_mlps + moe.num_experts * (
+        spec.hidden_size + 1
+    )

@@ -1,0 +1,72 @@
+"""Parts every decoder shares: loading context, norm, linear, dense MLP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from milepost.kernels.api import Kernels
+from milepost.models.weights import WeightReader
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """Where a module takes its tensors from.
+
+    Attributes:
+        prefix: put in front of every name, ends with a dot.
+        dtype: of weights that multiply activations; norms and gates stay fp32.
+    """
+
+    weights: WeightReader
+    kernels: Kernels
+    dtype: torch.dtype
+    prefix: str = ""
+
+    def under(self, name: str) -> Loader:
+        """The same, with `name.` added to the prefix."""
+        return Loader(self.weights, self.kernels, self.dtype, f"{self.prefix}{name}.")
+
+    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+        return self.weights.take(self.prefix + name, shape, self.dtype)
+
+    def tensor_fp32(self, name: str, *shape: int, also: tuple[tuple[int, ...], ...] = ()) -> torch.Tensor:
+        """`also`: other shapes with the same number of values that are accepted."""
+        return self.weights.take(self.prefix + name, shape, torch.float32, also=also)
+
+    def linear(self, name: str, in_features: int, out_features: int) -> torch.Tensor:
+        """`name.weight` [out, in]."""
+        return self.tensor(f"{name}.weight", out_features, in_features)
+
+    def stacked(
+        self, names: tuple[str, ...], in_features: int, out_features: tuple[int, ...]
+    ) -> torch.Tensor:
+        """Weights of several linears over the same input, stacked along the outputs."""
+        parts = [self.linear(name, in_features, out) for name, out in zip(names, out_features, strict=True)]
+        return torch.cat(parts)
+
+
+class RmsNorm:
+    """Root mean square norm with a weight."""
+
+    def __init__(self, loader: Loader, name: str, width: int, eps: float) -> None:
+        self._kernels = loader.kernels
+        self._weight = loader.tensor_fp32(f"{name}.weight", width)
+        self._eps = eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._kernels.rms_norm(x, self._weight, self._eps)
+
+
+class DenseMlp:
+    """down(silu(gate(x)) * up(x)); hub names gate_proj, up_proj, down_proj."""
+
+    def __init__(self, loader: Loader, hidden_size: int, inner_size: int) -> None:
+        self._kernels = loader.kernels
+        self._gate_up = loader.stacked(("gate_proj", "up_proj"), hidden_size, (inner_size, inner_size))
+        self._down = loader.linear("down_proj", inner_size, hidden_size)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self._kernels.swiglu(self._kernels.linear(x, self._gate_up))
+        return self._kernels.linear(inner, self._down)

@@ -1,0 +1,145 @@
+"""Where each layer keeps what it caches inside a page or a state slot. No torch.
+
+The model owns this; the geometry gets its bytes per token and per state from here, and the
+runner's pools get offsets, shapes and dtypes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from milepost.core.geometry import AttentionGroupSpec, CacheGeometry, RecurrentGroupSpec
+from milepost.core.units import ceil_to
+from milepost.models.specs import ITEM_BYTES, DecoderSpec
+
+STATE_FIELD_ALIGNMENT = 64
+"""Bytes; every field of a state starts on a cache line."""
+
+LATENT_FIELD = "latent"
+"""MLA: per token the normed latent followed by the shared key part."""
+CONV_TAIL_FIELD = "conv_tail"
+"""KDA: the last conv_kernel - 1 raw q|k|v rows before the convolution, oldest first."""
+STATE_MATRIX_FIELD = "state_matrix"
+"""KDA: S, per head [key dim, value dim], always fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldLayout:
+    """One array inside a record.
+
+    Attributes:
+        layer: 0-based layer it belongs to.
+        offset: bytes from the start of the record.
+        dtype: name, a key of `ITEM_BYTES`.
+    """
+
+    layer: int
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenField:
+    """What one layer caches per token: `width` values of `dtype`."""
+
+    layer: int
+    name: str
+    width: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGroupLayout:
+    name: str
+    token_fields: tuple[TokenField, ...]
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(field.width * ITEM_BYTES[field.dtype] for field in self.token_fields)
+
+    def page_fields(self, match_unit: int) -> tuple[FieldLayout, ...]:
+        """Arrays of a page of `match_unit` tokens: layer after layer, each [match_unit, width]."""
+        fields = []
+        offset = 0
+        for token_field in self.token_fields:
+            shape = (match_unit, token_field.width)
+            field = FieldLayout(token_field.layer, token_field.name, offset, shape, token_field.dtype)
+            fields.append(field)
+            offset += field.num_bytes
+        return tuple(fields)
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentGroupLayout:
+    """Attributes:
+    checkpoint_alignment: see `RecurrentGroupSpec`.
+    """
+
+    name: str
+    fields: tuple[FieldLayout, ...]
+    checkpoint_alignment: int | None = 1
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes up to the end of the last field, alignment gaps included."""
+        return max(field.offset + field.num_bytes for field in self.fields)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """All groups of a model; group g here is group g of the geometry."""
+
+    attention: tuple[AttentionGroupLayout, ...]
+    recurrent: tuple[RecurrentGroupLayout, ...]
+
+    def geometry(self, match_unit: int) -> CacheGeometry:
+        """Sizes for the core."""
+        return CacheGeometry(
+            match_unit=match_unit,
+            attention=tuple(
+                AttentionGroupSpec(group.name, group.bytes_per_token) for group in self.attention
+            ),
+            recurrent=tuple(
+                RecurrentGroupSpec(group.name, group.state_bytes, group.checkpoint_alignment)
+                for group in self.recurrent
+            ),
+        )
+
+
+def cache_layout(spec: DecoderSpec, dtype: str) -> CacheLayout:
+    """Layout of a decoder whose KV cache and convolution tails are kept in `dtype`."""
+    attention: list[AttentionGroupLayout] = []
+    recurrent: list[RecurrentGroupLayout] = []
+    if spec.mla is not None:
+        width = spec.mla.latent_width
+        fields = tuple(TokenField(layer, LATENT_FIELD, width, dtype) for layer in spec.layer_indices("mla"))
+        attention.append(AttentionGroupLayout("mla", fields))
+    if spec.kda is not None:
+        kda = spec.kda
+        shapes = (
+            (STATE_MATRIX_FIELD, (kda.num_heads, kda.head_dim, kda.head_dim), "float32"),
+            (CONV_TAIL_FIELD, (kda.conv_kernel - 1, 3 * kda.width), dtype),
+        )
+        recurrent.append(RecurrentGroupLayout("kda", _packed_fields(spec.layer_indices("kda"), shapes)))
+    return CacheLayout(tuple(attention), tuple(recurrent))
+
+
+def _packed_fields(
+    layers: tuple[int, ...], shapes: tuple[tuple[str, tuple[int, ...], str], ...]
+) -> tuple[FieldLayout, ...]:
+    """Fields of every layer one behind the other, each on a cache line."""
+    fields: list[FieldLayout] = []
+    end = 0
+    for layer in layers:
+        for name, shape, dtype in shapes:
+            field = FieldLayout(layer, name, ceil_to(end, STATE_FIELD_ALIGNMENT), shape, dtype)
+            fields.append(field)
+            end = field.offset + field.num_bytes
+    return tuple(fields)

@@ -1,0 +1,92 @@
+"""From a hub directory to a decoder that can run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from milepost.core.geometry import CacheGeometry
+from milepost.kernels.api import Kernels, select_kernels
+from milepost.models.description import ModelDescription, describe_spec, read_spec, resolve_dtype
+from milepost.models.hybrid import HybridDecoder
+from milepost.models.layout import CacheLayout, cache_layout
+from milepost.models.specs import DecoderSpec
+from milepost.models.weights import Progress, WeightReader
+
+_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class LoadedModel:
+    """A decoder with its weights, and the sizes of what it caches.
+
+    Attributes:
+        config: the parsed config.
+        layout: where each layer keeps what it caches.
+        decoder: the torch side.
+        dtype: name of the dtype it runs in.
+        kernels: the operations it calls, with the choices behind them.
+        unused_tensors: names in the files that the decoder has no use for.
+    """
+
+    def __init__(
+        self,
+        config: DecoderSpec,
+        layout: CacheLayout,
+        decoder: HybridDecoder,
+        dtype: str,
+        kernels: Kernels,
+        unused_tensors: list[str],
+    ) -> None:
+        self.config = config
+        self.layout = layout
+        self.decoder = decoder
+        self.dtype = dtype
+        self.kernels = kernels
+        self.unused_tensors = unused_tensors
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Positions the checkpoint declares."""
+        return self.config.max_model_len
+
+    def geometry(self, match_unit: int) -> CacheGeometry:
+        """Cache sizes for the core, with pages of `match_unit` tokens."""
+        return self.layout.geometry(match_unit)
+
+    def describe(self) -> ModelDescription:
+        return describe_spec(self.config, self.dtype)
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: str | None = None,
+    progress: Progress | None = None,
+    check_finite: bool = False,
+    kernels: Kernels | None = None,
+) -> LoadedModel:
+    """Loads `path/config.json` and `path/*.safetensors`.
+
+    Args:
+        dtype: "float32", "bfloat16", or None / "auto" for what the checkpoint asks for.
+        progress: called with (bytes loaded, bytes in all) after each tensor.
+        check_finite: refuse weights that hold NaN or infinity.
+        kernels: None = the best available.
+
+    Raises:
+        ConfigError: the config cannot work; `field` is the key.
+        CheckpointFileError: files missing, truncated, foreign or of another shape.
+    """
+    spec = read_spec(path)
+    dtype_name = resolve_dtype(spec, dtype)
+    weights = WeightReader(path, progress=progress, check_finite=check_finite)
+    chosen = kernels or select_kernels()
+    decoder = HybridDecoder(spec, weights, chosen, _TORCH_DTYPES[dtype_name])
+    return LoadedModel(
+        spec, cache_layout(spec, dtype_name), decoder, dtype_name, chosen, weights.unused_names()
+    )

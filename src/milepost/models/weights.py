@@ -1,0 +1,158 @@
+"""Tensors of a model directory: one file, or shards with an index, memory-mapped.
+
+Every error names the file, the tensor and, for a wrong shape, both shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from milepost.errors import CheckpointFileError
+from milepost.models.config_reader import read_json_object
+from milepost.models.safetensors_file import SafetensorsFile
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes loaded, bytes in all files) after each tensor."""
+
+
+class WeightReader:
+    """Hands out tensors by hub name and remembers which were asked for."""
+
+    def __init__(
+        self, directory: str | Path, *, progress: Progress | None = None, check_finite: bool = False
+    ) -> None:
+        """Opens all files and checks their headers.
+
+        Args:
+            check_finite: refuse tensors that hold NaN or infinity (reads every value once).
+
+        Raises:
+            CheckpointFileError: no weights, a missing shard, a truncated or foreign file, or an index that
+                disagrees with its shards.
+        """
+        self._directory = Path(directory)
+        self._progress = progress
+        self._check_finite = check_finite
+        self._files: dict[str, SafetensorsFile] = {}
+        self._taken: set[str] = set()
+        self._bytes_done = 0
+        self._open()
+        self.num_bytes = sum(
+            entry.end - entry.start for name, file in self._files.items() for entry in (file.entries[name],)
+        )
+
+    def _open(self) -> None:
+        index_path = self._directory / INDEX_FILE
+        if index_path.exists():
+            self._open_shards(index_path)
+            return
+        path = self._directory / SINGLE_FILE
+        if not path.exists():
+            found = sorted(file.name for file in self._directory.glob("*.safetensors"))
+            hint = f"; it holds {found}" if found else ""
+            raise CheckpointFileError(f"{self._directory} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
+        file = SafetensorsFile(path)
+        self._files = dict.fromkeys(file.entries, file)
+
+    def _open_shards(self, index_path: Path) -> None:
+        weight_map = read_json_object(index_path).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointFileError(f"{index_path} has no weight_map")
+        shards: dict[str, SafetensorsFile] = {}
+        for name, file_name in weight_map.items():
+            if not isinstance(file_name, str) or Path(file_name).name != file_name:
+                raise CheckpointFileError(f"{index_path} puts tensor {name} into the odd file {file_name!r}")
+            if file_name not in shards:
+                path = self._directory / file_name
+                if not path.exists():
+                    raise CheckpointFileError(
+                        f"{path} does not exist, but {index_path} puts tensor {name} into it"
+                    )
+                shards[file_name] = SafetensorsFile(path)
+            if name not in shards[file_name].entries:
+                raise CheckpointFileError(
+                    f"{shards[file_name].path} lacks tensor {name}, which {INDEX_FILE} puts into it"
+                )
+            self._files[name] = shards[file_name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def unused_names(self) -> list[str]:
+        """Tensors nobody asked for, sorted."""
+        return sorted(set(self._files) - self._taken)
+
+    def prefix(self, candidates: Sequence[str], probe: str) -> str:
+        """The first prefix under which tensor `probe` exists.
+
+        Raises:
+            CheckpointFileError: none; lists what was tried.
+        """
+        for candidate in candidates:
+            if candidate + probe in self._files:
+                return candidate
+        tried = ", ".join(candidate + probe for candidate in candidates)
+        raise CheckpointFileError(f"{self._directory} lacks tensor {tried}")
+
+    def take(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, *, also: Sequence[Sequence[int]] = ()
+    ) -> torch.Tensor:
+        """Tensor `name` in `dtype`, of exactly `shape` (or one of `also`, then reshaped to `shape`).
+
+        It is a view of the mapped file if no conversion is needed.
+
+        Raises:
+            CheckpointFileError: missing, wrong shape, not floating point, or not finite (if checked).
+        """
+        file = self._files.get(name)
+        if file is None:
+            raise CheckpointFileError(f"{self._directory} lacks tensor {name} (expected shape {list(shape)})")
+        entry = file.entries[name]
+        if entry.shape != tuple(shape) and entry.shape not in [tuple(other) for other in also]:
+            raise CheckpointFileError(
+                f"{file.path}: tensor {name} has shape {list(entry.shape)}, expected {list(shape)}"
+            )
+        if entry.dtype not in FLOAT_DTYPES:
+            raise CheckpointFileError(
+                f"{file.path}: tensor {name} has dtype {entry.dtype}, expected one of {list(FLOAT_DTYPES)}"
+            )
+        stored = _view(file, name)
+        if self._check_finite and not bool(torch.isfinite(stored).all()):
+            raise CheckpointFileError(f"{file.path}: tensor {name} holds NaN or infinity")
+        self._count(name, entry.end - entry.start)
+        return stored.to(dtype).reshape(tuple(shape))
+
+    def _count(self, name: str, num_bytes: int) -> None:
+        if name in self._taken:
+            return
+        self._taken.add(name)
+        self._bytes_done += num_bytes
+        if self._progress is not None:
+            self._progress(self._bytes_done, self.num_bytes)
+
+
+def _view(file: SafetensorsFile, name: str) -> torch.Tensor:
+    entry = file.entries[name]
+    dtype = TORCH_DTYPES[entry.dtype]
+    if entry.start == entry.end:
+        return torch.empty(entry.shape, dtype=dtype)
+    if entry.start % dtype.itemsize:
+        # The format does not promise alignment; a copy does.
+        flat = torch.frombuffer(bytearray(file.mapping[entry.start : entry.end]), dtype=dtype)
+    else:
+        count = (entry.end - entry.start) // dtype.itemsize
+        flat = torch.frombuffer(file.mapping, dtype=dtype, offset=entry.start, count=count)
+    return flat.reshape(entry.shape)

@@ -1,0 +1,1 @@
+"""Execution of step plans: pools, batches, sampling, workers."""

@@ -1,0 +1,237 @@
+"""From plan to index tensors. The only place that builds them; derives no decision."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from milepost.core.geometry import CacheGeometry
+from milepost.core.plan import ZERO_STATE, ChunkPlan, StepPlan
+from milepost.errors import WorkerError
+from milepost.kernels.index import AttentionIndex, RecurrentIndex, RowSpan, StateExportIndex
+from milepost.models.inputs import StepInputs
+from milepost.models.layout import CONV_TAIL_FIELD, CacheLayout
+
+
+class PageTable:
+    """Page ids of one request in one attention group, in order of position. Grows, and can shrink back."""
+
+    def __init__(self, page_ids: Iterable[int]) -> None:
+        ids = list(page_ids)
+        self._buffer = torch.zeros(max(8, len(ids)), dtype=torch.int64)
+        self._length = 0
+        self.extend(ids)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def extend(self, page_ids: Sequence[int]) -> None:
+        if not page_ids:
+            return
+        end = self._length + len(page_ids)
+        if end > self._buffer.shape[0]:
+            grown = torch.zeros(2 * end, dtype=torch.int64)
+            grown[: self._length] = self._buffer[: self._length]
+            self._buffer = grown
+        self._buffer[self._length : end] = torch.tensor(page_ids, dtype=torch.int64)
+        self._length = end
+
+    def replace(self, unit: int, page_id: int) -> int:
+        """Reads `page_id` for `unit` from now on; returns the id it had."""
+        previous = int(self._buffer[unit])
+        self._buffer[unit] = page_id
+        return previous
+
+    def truncate(self, length: int) -> None:
+        self._length = min(self._length, length)
+
+    def pages(self, count: int) -> torch.Tensor:
+        """int64 [count], the first `count` ids; a view."""
+        return self._buffer[:count]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A step as tensors.
+
+    Attributes:
+        sample_chunks: numbers of the chunks that sample, and `sample_rows` int64 their last rows.
+    """
+
+    inputs: StepInputs
+    sample_chunks: tuple[int, ...]
+    sample_rows: torch.Tensor
+
+
+def build_batch(
+    plan: StepPlan,
+    page_tables: Mapping[int, Sequence[PageTable]],
+    layout: CacheLayout,
+    geometry: CacheGeometry,
+    *,
+    vocab_size: int,
+    num_records: Sequence[int],
+) -> Batch:
+    """Packs the chunks of a plan with at least one chunk.
+
+    Args:
+        page_tables: request id -> one table per attention group, new pages already appended.
+        num_records: records per pool.
+
+    Raises:
+        WorkerError: the plan contradicts itself or the pools; names the request.
+    """
+    spans = _row_spans(plan.chunks)
+    token_ids = torch.cat([_token_ids(chunk, vocab_size) for chunk in plan.chunks])
+    attention = [
+        _attention_index(plan.chunks, spans, page_tables, group, geometry.match_unit, num_records[group])
+        for group in range(geometry.num_attention_groups)
+    ]
+    recurrent = [
+        _recurrent_index(
+            plan.chunks,
+            spans,
+            group,
+            _tail_rows(layout, group),
+            num_records[geometry.num_attention_groups + group],
+        )
+        for group in range(geometry.num_recurrent_groups)
+    ]
+    sampling = tuple(number for number, chunk in enumerate(plan.chunks) if chunk.num_samples)
+    return Batch(
+        inputs=StepInputs(
+            token_ids,
+            attention[0] if attention else None,
+            recurrent[0] if recurrent else None,
+        ),
+        sample_chunks=sampling,
+        sample_rows=torch.tensor([spans[number].end_row - 1 for number in sampling], dtype=torch.int64),
+    )
+
+
+def _row_spans(chunks: Sequence[ChunkPlan]) -> tuple[RowSpan, ...]:
+    spans = []
+    row = 0
+    for chunk in chunks:
+        if not 0 <= chunk.start < chunk.end:
+            raise WorkerError(
+                f"request {chunk.request_id}: chunk [{chunk.start}, {chunk.end}) is empty or negative"
+            )
+        spans.append(RowSpan(row, row + chunk.end - chunk.start, chunk.start))
+        row = spans[-1].end_row
+    return tuple(spans)
+
+
+def _token_ids(chunk: ChunkPlan, vocab_size: int) -> torch.Tensor:
+    ids = array("I", chunk.tokens)
+    if len(ids) != chunk.end - chunk.start:
+        raise WorkerError(
+            f"request {chunk.request_id}: {len(ids)} token ids for positions [{chunk.start}, {chunk.end})"
+        )
+    if max(ids) >= vocab_size:
+        raise WorkerError(
+            f"request {chunk.request_id}: token id {max(ids)} is outside of vocabulary {vocab_size}"
+        )
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def _attention_index(
+    chunks: Sequence[ChunkPlan],
+    spans: tuple[RowSpan, ...],
+    page_tables: Mapping[int, Sequence[PageTable]],
+    group: int,
+    match_unit: int,
+    num_pages: int,
+) -> AttentionIndex:
+    tables = []
+    write_pages = []
+    offsets = []
+    for chunk in chunks:
+        table = page_tables[chunk.request_id][group]
+        needed = -(-chunk.end // match_unit)
+        if len(table) < needed:
+            raise WorkerError(
+                f"request {chunk.request_id}: {chunk.end} tokens need {needed} pages, not {len(table)}"
+            )
+        pages = table.pages(needed)
+        tables.append(pages)
+        positions = torch.arange(chunk.start, chunk.end)
+        write_pages.append(pages.index_select(0, positions // match_unit))
+        offsets.append(positions % match_unit)
+    written = torch.cat(write_pages)
+    if int(written.max()) >= num_pages or int(written.min()) < 0:
+        raise WorkerError(f"attention group {group}: a page id is outside of the pool of {num_pages} records")
+    return AttentionIndex(spans, tuple(tables), written, torch.cat(offsets))
+
+
+def _tail_rows(layout: CacheLayout, group: int) -> int:
+    """Rows of the convolution tail; 0 if the group's layers have none."""
+    for field in layout.recurrent[group].fields:
+        if field.name == CONV_TAIL_FIELD:
+            return field.shape[0]
+    return 0
+
+
+def _recurrent_index(
+    chunks: Sequence[ChunkPlan], spans: tuple[RowSpan, ...], group: int, tail_rows: int, num_slots: int
+) -> RecurrentIndex:
+    exports: list[StateExportIndex] = []
+    export_slots: list[int] = []
+    for sequence, chunk in enumerate(chunks):
+        previous = 0
+        for export in chunk.exports:
+            if not previous < export.offset <= chunk.end - chunk.start:
+                raise WorkerError(
+                    f"request {chunk.request_id}: export offsets must ascend within "
+                    f"[1, {chunk.end - chunk.start}], got {[e.offset for e in chunk.exports]}"
+                )
+            if export.position != chunk.start + export.offset:
+                raise WorkerError(
+                    f"request {chunk.request_id}: export at offset {export.offset} of a chunk that starts at "
+                    f"{chunk.start} cannot have position {export.position}"
+                )
+            previous = export.offset
+            exports.append(StateExportIndex(sequence, export.offset))
+            export_slots.append(export.slots[group])
+    initial = [chunk.initial_slots[group] for chunk in chunks]
+    write_slots = [chunk.running_slots[group] for chunk in chunks] + export_slots
+    _check_slots(group, initial, write_slots, num_slots)
+
+    raw_rows, tails, bases = [], [], []
+    for sequence, span in enumerate(spans):
+        base = span.first_row + sequence * tail_rows
+        bases.append(base)
+        tails.append(torch.arange(base, base + tail_rows))
+        raw_rows.append(torch.arange(base + tail_rows, base + tail_rows + span.length))
+    ends = [bases[sequence] + span.length for sequence, span in enumerate(spans)]
+    ends += [bases[export.sequence] + export.offset for export in exports]
+    singles = tuple(sequence for sequence, span in enumerate(spans) if span.length == 1)
+    starts_at_zero = [slot == ZERO_STATE for slot in initial]
+    return RecurrentIndex(
+        spans=spans,
+        initial_slots=torch.tensor([max(slot, 0) for slot in initial], dtype=torch.int64),
+        starts_at_zero=torch.tensor(starts_at_zero),
+        any_zero=any(starts_at_zero),
+        exports=tuple(exports),
+        write_slots=torch.tensor(write_slots, dtype=torch.int64),
+        extended_raw_rows=torch.cat(raw_rows),
+        extended_tail_rows=torch.cat(tails),
+        extended_write_rows=(torch.tensor(ends).unsqueeze(1) + torch.arange(tail_rows)).flatten(),
+        single_sequences=singles,
+        single_rows=torch.tensor([spans[sequence].first_row for sequence in singles], dtype=torch.int64),
+        single_indices=torch.tensor(singles, dtype=torch.int64),
+    )
+
+
+def _check_slots(group: int, initial: Sequence[int], written: Sequence[int], num_slots: int) -> None:
+    for slot in initial:
+        if slot != ZERO_STATE and not 0 <= slot < num_slots:
+            raise WorkerError(f"recurrent group {group}: initial slot {slot} is outside of {num_slots} slots")
+    for slot in written:
+        if not 0 <= slot < num_slots:
+            raise WorkerError(f"recurrent group {group}: slot {slot} is outside of {num_slots} slots")
+    if len(set(written)) != len(written):
+        raise WorkerError(f"recurrent group {group}: a slot is written twice in one step: {sorted(written)}")

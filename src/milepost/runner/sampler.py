@@ -1,0 +1,168 @@
+"""From logits to tokens, with keyed noise.
+
+Order: penalties and bias, stop ids while too few tokens, temperature, min-p, top-k, top-p, then
+argmax(logits + Gumbel noise). The noise of an entry depends on (seed, choice index, output position,
+token id) and on nothing else, so a sampled token depends neither on the batch nor on how the step
+was cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from milepost.core.plan import SampledToken, SamplingParams
+
+_MASK64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+_NOISE_LANES = 64
+
+
+@dataclass(slots=True)
+class TokenHistory:
+    """Tokens of a request that penalties look at."""
+
+    prompt: set[int] = field(default_factory=set)
+    output: Counter[int] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class SamplingRow:
+    """One token to sample.
+
+    Attributes:
+        output_position: index among the request's outputs = number of tokens generated so far.
+        history: needed if the parameters hold a penalty.
+    """
+
+    params: SamplingParams
+    output_position: int
+    history: TokenHistory | None = None
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+    """One token per row of `logits` (fp32 [rows, vocabulary], not changed).
+
+    Equal maxima: the lowest id. Log-probabilities are those of the raw logits.
+    """
+    processed = [_processed(logits[number], row) for number, row in enumerate(rows)]
+    noisy = [number for number, row in enumerate(rows) if row.params.temperature > 0.0]
+    if noisy:
+        keys = [
+            noise_key(rows[n].params.seed, rows[n].params.choice_index, rows[n].output_position)
+            for n in noisy
+        ]
+        noise = gumbel_noise(keys, logits.shape[1])
+        for lane, number in enumerate(noisy):
+            processed[number] = _filtered(processed[number], rows[number].params).double() + noise[lane]
+    token_ids = [int(row.argmax()) for row in processed]
+    return [
+        _with_logprobs(logits[number], token_id, rows[number].params)
+        for number, token_id in enumerate(token_ids)
+    ]
+
+
+def _processed(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
+    """Penalties, bias and the minimum length; a copy only if something changes."""
+    params = row.params
+    changed = logits
+    if row.history is not None and params.needs_history:
+        changed = _penalised(logits.clone(), params, row.history)
+    if params.logit_bias:
+        changed = changed.clone() if changed is logits else changed
+        ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
+        changed[ids] += torch.tensor(list(params.logit_bias.values()), dtype=changed.dtype)
+    if row.output_position < params.min_tokens and params.stop_token_ids:
+        changed = changed.clone() if changed is logits else changed
+        changed[torch.tensor(params.stop_token_ids, dtype=torch.int64)] = -math.inf
+    return changed
+
+
+def _penalised(logits: torch.Tensor, params: SamplingParams, history: TokenHistory) -> torch.Tensor:
+    """Repetition: prompt and output; presence and frequency: output only. In place."""
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted(history.prompt | set(history.output)), dtype=torch.int64)
+        values = logits[seen]
+        logits[seen] = torch.where(
+            values > 0, values / params.repetition_penalty, values * params.repetition_penalty
+        )
+    if history.output:
+        ids = torch.tensor(list(history.output), dtype=torch.int64)
+        counts = torch.tensor(list(history.output.values()), dtype=logits.dtype)
+        logits[ids] -= params.frequency_penalty * counts + params.presence_penalty
+    return logits
+
+
+def _filtered(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Temperature, then -inf for what min-p, top-k and top-p exclude. The best token always stays."""
+    scaled = logits / params.temperature
+    if params.min_p > 0.0:
+        floor = scaled.max() + math.log(params.min_p)
+        scaled = scaled.masked_fill(scaled < floor, -math.inf)
+    top_k = params.top_k if 0 < params.top_k < scaled.shape[0] else 0
+    if not top_k and params.top_p >= 1.0:
+        return scaled
+    # Stable, so that equal logits are kept by lowest id.
+    ordered, order = torch.sort(scaled, descending=True, stable=True)
+    kept = top_k or scaled.shape[0]
+    if params.top_p < 1.0:
+        before = torch.softmax(ordered[:kept].double(), dim=-1).cumsum(-1)
+        kept = 1 + int((before[:-1] < params.top_p).sum())
+    result = torch.full_like(scaled, -math.inf)
+    result[order[:kept]] = ordered[:kept]
+    return result
+
+
+def _with_logprobs(logits: torch.Tensor, token_id: int, params: SamplingParams) -> SampledToken:
+    if params.num_logprobs is None:
+        return SampledToken(token_id)
+    logprobs = torch.log_softmax(logits, dim=-1)
+    top: list[tuple[int, float]] = []
+    if params.num_logprobs > 0:
+        values, ids = torch.sort(logprobs, descending=True, stable=True)
+        count = min(params.num_logprobs, logprobs.shape[0])
+        top = list(zip(ids[:count].tolist(), values[:count].tolist(), strict=True))
+    return SampledToken(token_id, float(logprobs[token_id]), top)
+
+
+def _mix(value: int) -> int:
+    """splitmix64's output function (Steele, Lea, Flood: Fast splittable pseudorandom number generators)."""
+    value = ((value ^ (value >> 30)) * _MIX_1) & _MASK64
+    value = ((value ^ (value >> 27)) * _MIX_2) & _MASK64
+    return value ^ (value >> 31)
+
+
+def noise_key(seed: int, choice_index: int, output_position: int) -> int:
+    """64-bit key of one draw. Any Python integer is a seed."""
+    key = _mix((seed & _MASK64) ^ _mix(((seed >> 64) & _MASK64) + _GOLDEN))
+    key = _mix((key + _GOLDEN * (choice_index + 1)) & _MASK64)
+    return _mix((key + _GOLDEN * (output_position + 1)) & _MASK64)
+
+
+def gumbel_noise(keys: Sequence[int], vocab_size: int) -> torch.Tensor:
+    """Standard Gumbel noise, fp64 [keys, vocabulary]; entry (key, id) depends on nothing else."""
+    # Full vector lanes everywhere: scalar tails of log may round differently.
+    width = -(-vocab_size // _NOISE_LANES) * _NOISE_LANES
+    counters = torch.arange(1, width + 1, dtype=torch.int64) * _signed(_GOLDEN)
+    bits = torch.tensor([_signed(key) for key in keys], dtype=torch.int64).unsqueeze(1) + counters
+    bits = (bits ^ _shift_right(bits, 30)) * _signed(_MIX_1)
+    bits = (bits ^ _shift_right(bits, 27)) * _signed(_MIX_2)
+    bits = bits ^ _shift_right(bits, 31)
+    uniform = (_shift_right(bits, 11).double() + 0.5) * 2.0**-53
+    return uniform.log_().neg_().log_().neg_()[:, :vocab_size]
+
+
+def _signed(value: int) -> int:
+    """The int64 with the bits of an unsigned 64-bit number."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
+    """Logical shift of int64 (torch's own keeps the sign)."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)

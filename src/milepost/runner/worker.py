@@ -1,0 +1,204 @@
+"""Executes step plans with torch, in this process."""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from milepost.core.geometry import CacheGeometry
+from milepost.core.plan import (
+    ChunkPlan,
+    ChunkResult,
+    SampledToken,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    WorkerRequest,
+)
+from milepost.errors import WorkerError
+from milepost.models.loading import LoadedModel
+from milepost.runner.batch import Batch, PageTable, build_batch
+from milepost.runner.pools import PoolSet
+from milepost.runner.sampler import SamplingRow, TokenHistory, sample
+
+
+@dataclass(slots=True)
+class _RequestState:
+    """What the worker remembers of a request between steps."""
+
+    sampling: SamplingParams
+    page_tables: list[PageTable]
+    history: TokenHistory | None
+
+
+class TorchWorker:
+    """Worker for one model. Owns the pools and per-request page tables, decides nothing.
+
+    Attributes:
+        pools: memory of pages and states.
+    """
+
+    def __init__(self, model: LoadedModel, geometry: CacheGeometry, cache_bytes: int) -> None:
+        """
+        Args:
+            geometry: from `model.geometry(match_unit)`.
+            cache_bytes: budget; pools hold `cache_bytes // record_bytes` records each.
+
+        Raises:
+            ConfigError: the budget is smaller than one record, or the geometry is another model's.
+        """
+        self._model = model
+        self._geometry = geometry
+        self.pools = PoolSet(model.layout, geometry, cache_bytes)
+        self._requests: dict[int, _RequestState] = {}
+
+    @property
+    def num_requests(self) -> int:
+        """Requests the worker holds page tables for."""
+        return len(self._requests)
+
+    def mapped_bytes(self) -> int:
+        """Bytes of cache memory that the operating system really backs."""
+        return self.pools.mapped_bytes()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Runs one step.
+
+        A request whose logits are not finite gets no result (the others do) and is named in `error`.
+
+        Raises:
+            WorkerError: the plan cannot be executed; page tables are as before.
+        """
+        undo: list[Callable[[], object]] = []
+        with torch.inference_mode():
+            try:
+                for discard in plan.discards:
+                    self.pools.pools[discard.pool].discard(discard.record_ids)
+                for request_id in plan.finished:
+                    self._requests.pop(request_id, None)
+                for request in plan.started:
+                    self._start(request)
+                    undo.append(functools.partial(self._requests.pop, request.request_id))
+                for chunk in plan.chunks:
+                    self._update_pages(chunk, undo)
+                return self._run(plan)
+            except Exception as error:
+                for step in reversed(undo):
+                    step()
+                if isinstance(error, WorkerError):
+                    raise
+                raise WorkerError(f"step {plan.step_id} failed: {error}") from error
+
+    def hidden_states(self, plan: StepPlan) -> tuple[Batch, torch.Tensor]:
+        """Runs the decoder over the rows of a plan; pages and copies must be applied.
+
+        Returns:
+            the batch and hidden states [N, D] of all rows, before the final norm.
+        """
+        batch = build_batch(
+            plan,
+            {chunk.request_id: self._request(chunk.request_id).page_tables for chunk in plan.chunks},
+            self._model.layout,
+            self._geometry,
+            vocab_size=self._model.vocab_size,
+            num_records=[pool.num_records for pool in self.pools.pools],
+        )
+        return batch, self._model.decoder.forward(batch.inputs, self.pools.fields)
+
+    def close(self) -> None:
+        """Gives the cache memory back; no call may follow."""
+        self._requests.clear()
+        self.pools.close()
+
+    def _request(self, request_id: int) -> _RequestState:
+        state = self._requests.get(request_id)
+        if state is None:
+            raise WorkerError(f"request {request_id} was never started on this worker, or is finished")
+        return state
+
+    def _start(self, request: WorkerRequest) -> None:
+        if request.request_id in self._requests:
+            raise WorkerError(f"request {request.request_id} is started a second time")
+        if len(request.page_tables) != self._geometry.num_attention_groups:
+            raise WorkerError(
+                f"request {request.request_id} has {len(request.page_tables)} page tables, "
+                f"the model has {self._geometry.num_attention_groups} attention groups"
+            )
+        history = None
+        if request.sampling.needs_history:
+            tokens = array("I", request.tokens)
+            prompt, output = tokens[: request.num_prompt_tokens], tokens[request.num_prompt_tokens :]
+            history = TokenHistory(set(prompt), Counter(output))
+        tables = [PageTable(pages) for pages in request.page_tables]
+        self._requests[request.request_id] = _RequestState(request.sampling, tables, history)
+
+    def _update_pages(self, chunk: ChunkPlan, undo: list[Callable[[], object]]) -> None:
+        """Applies replaced pages, then appends new ones; `undo` gets the way back."""
+        tables = self._request(chunk.request_id).page_tables
+        for group, unit, page_id in chunk.replaced_pages:
+            table = tables[group]
+            if (unit + 1) * self._geometry.match_unit > chunk.start or unit >= len(table):
+                raise WorkerError(
+                    f"request {chunk.request_id}: page of unit {unit} is not complete, or unknown"
+                )
+            undo.append(functools.partial(table.replace, unit, table.replace(unit, page_id)))
+        for table, pages in zip(tables, chunk.new_pages, strict=True):
+            undo.append(functools.partial(table.truncate, len(table)))
+            table.extend(pages)
+
+    def _copy_states(self, plan: StepPlan) -> None:
+        for group in sorted({copy.group for copy in plan.copies}):
+            copies = [copy for copy in plan.copies if copy.group == group]
+            destinations = [copy.destination_slot for copy in copies]
+            if len(set(destinations)) != len(destinations):
+                raise WorkerError(f"recurrent group {group}: two copies into one slot: {destinations}")
+            self.pools.recurrent_pool(group).copy([copy.source_slot for copy in copies], destinations)
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        self._copy_states(plan)
+        if not plan.chunks:
+            return StepResult(plan.step_id, [])
+        batch, hidden = self.hidden_states(plan)
+        sampled, failed = self._sample(plan, batch, hidden)
+        results = [
+            _chunk_result(chunk, sampled.get(number, []))
+            for number, chunk in enumerate(plan.chunks)
+            if number not in failed
+        ]
+        error = None
+        if failed:
+            names = ", ".join(str(plan.chunks[number].request_id) for number in failed)
+            error = f"logits of request {names} are not finite"
+        return StepResult(plan.step_id, results, error)
+
+    def _sample(
+        self, plan: StepPlan, batch: Batch, hidden: torch.Tensor
+    ) -> tuple[dict[int, list[SampledToken]], list[int]]:
+        """Chunk number -> its tokens, and the chunks whose logits are not finite."""
+        if not batch.sample_chunks:
+            return {}, []
+        logits = self._model.decoder.logits(hidden.index_select(0, batch.sample_rows))
+        finite = torch.isfinite(logits).all(-1).tolist()
+        lanes = [lane for lane, ok in enumerate(finite) if ok]
+        failed = [number for number, ok in zip(batch.sample_chunks, finite, strict=True) if not ok]
+        if not lanes:
+            return {}, failed
+        chunks = {lane: plan.chunks[batch.sample_chunks[lane]] for lane in lanes}
+        rows = []
+        for lane in lanes:
+            state = self._request(chunks[lane].request_id)
+            rows.append(SamplingRow(state.sampling, chunks[lane].output_position, state.history))
+        tokens = sample(logits if not failed else logits[lanes], rows)
+        for row, token in zip(rows, tokens, strict=True):
+            if row.history is not None:
+                row.history.output[token.token_id] += 1
+        return {batch.sample_chunks[lane]: [token] for lane, token in zip(lanes, tokens, strict=True)}, failed
+
+
+def _chunk_result(chunk: ChunkPlan, sampled: list[SampledToken]) -> ChunkResult:
+    return ChunkResult(chunk.request_id, chunk.end, [export.position for export in chunk.exports], sampled)
