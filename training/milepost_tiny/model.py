@@ -133,7 +133,9 @@ class ChunkScan(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, w: Tensor, u: Tensor, k_end: Tensor, decay: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, w: Tensor, u: Tensor, k_end: Tensor, decay: Tensor, start: Tensor
+    ) -> tuple[Tensor, Tensor]:
         states = u.new_empty((w.shape[0], *start.shape))
         v_new = torch.empty_like(u)
         state = start
@@ -374,7 +376,9 @@ class SparseMoe(nn.Module):
         self.top_k, self.width = config.num_experts_per_token, config.moe_intermediate_size
         self.scaling = config.routed_scaling_factor
         self.gate = Router(config.hidden_size, config.num_experts)
-        self.experts = nn.ModuleList(Expert(config.hidden_size, self.width) for _ in range(config.num_experts))
+        self.experts = nn.ModuleList(
+            Expert(config.hidden_size, self.width) for _ in range(config.num_experts)
+        )
         self.shared_experts = GatedMLP(config.hidden_size, self.width * config.num_shared_experts)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -438,7 +442,7 @@ class Backbone(nn.Module):
 
 
 class TinyModel(nn.Module):
-    """``forward(ids, states)`` returns logits [B,T,V] and one state per layer; feed the states back to continue."""
+    """``forward(ids, states)`` returns logits [B,T,V] and one state per layer, to continue from."""
 
     def __init__(self, config: TinyConfig) -> None:
         super().__init__()
@@ -456,50 +460,3 @@ class TinyModel(nn.Module):
 
     def moe_blocks(self) -> list[SparseMoe]:
         return [module for module in self.modules() if isinstance(module, SparseMoe)]
-
-
-# --------------------------------------------------------------------------------------------------- init
-
-
-@torch.no_grad()
-def initialise(model: TinyModel, seed: int) -> None:
-    """Ordinary fan-in init, then the induction-friendly start of the KDA layers."""
-    torch.manual_seed(seed)
-    depth_scale = (2 * model.config.num_layers) ** -0.5
-    for name, parameter in model.named_parameters():
-        if parameter.dim() != 2:
-            continue
-        std = parameter.shape[1] ** -0.5
-        if name.endswith(("o_proj.weight", "down_proj.weight", "w2.weight")):
-            std *= depth_scale
-        elif name.endswith(("lm_head.weight", "gate.weight")):
-            std = 0.02
-        elif "embed_tokens" in name:
-            std = 0.5
-        parameter.normal_(0.0, std)
-    for layer in model.kda_layers():
-        _induction_start(layer)
-
-
-def _induction_start(layer: KimiDeltaAttention) -> None:
-    """Before any training, let the state map "the last three tokens" to "the next token".
-
-    q and k start with the same projection. Channel c of q looks c % 3 tokens back; channel c of k looks one
-    token further; v looks at the current token. So S stores v_t under the three tokens before t, and q asks with
-    the three newest tokens: associative recall of what followed them last time.
-    Time constants are log-uniform between about 10 and 3,000 tokens.
-    """
-    width = layer.heads * layer.dim
-    layer.k_proj.weight.copy_(layer.q_proj.weight)
-    channels = torch.arange(width)
-    back = channels % 3
-    current = CONV_WIDTH - 1
-    for conv in (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d):
-        conv.weight.normal_(0.0, 0.1)
-    layer.q_conv1d.weight[channels, 0, current - back] += 1.0
-    layer.k_conv1d.weight[channels, 0, current - 1 - back] += 1.0
-    layer.v_conv1d.weight[:, 0, current] += 1.0
-    log_low, log_high = math.log(3e-4), math.log(0.1)
-    rate = torch.exp(torch.rand(width) * (log_high - log_low) + log_low)
-    layer.dt_bias.copy_(rate + torch.log(-torch.expm1(-rate)))  # softplus(dt_bias) = rate
-    layer.A_log.zero_()

