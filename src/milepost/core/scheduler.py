@@ -188,14 +188,14 @@ class Scheduler:
         self._plan = plan
         self._planned = []
         budget = self.config.max_num_batched_tokens
-        num_decoding = sum(1 for r in self.running if r.num_processed + 1 == len(r.tokens))
+        num_decoding = sum(1 for r in self.running if r.num_processed >= r.prefill_end)
         prefill_budget = max(1, budget - num_decoding)
         for request in tuple(self.running):
             if budget < 1:
                 break
             if request.status is not RequestStatus.RUNNING:
                 continue
-            if request.num_processed + 1 == len(request.tokens):
+            if request.num_processed >= request.prefill_end:
                 budget -= self._plan_decode(plan, request)
             elif prefill_budget > 0:
                 num_tokens = self._plan_prefill(plan, request, min(budget, prefill_budget))
