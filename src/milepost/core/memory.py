@@ -125,6 +125,11 @@ class Memory:
         self._discards = {}
         return discards
 
+    def repeat_discards(self, discards: list[PoolDiscard]) -> None:
+        """Put discards of a step that did not happen back; nothing was written since."""
+        for discard in discards:
+            self._discards.setdefault(discard.pool, []).extend(discard.record_ids)
+
     def audit(self) -> list[str]:
         """Conservation: every id below `num_fresh` is in exactly one place, and the sums agree."""
         problems = []

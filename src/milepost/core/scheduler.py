@@ -382,6 +382,10 @@ class Scheduler:
         self._planned = []
         self._planned_ids = set()
         self.cache.counters.num_steps += 1
+        if result.error is not None and not result.chunk_results:
+            # The worker may not have seen the plan at all: what it had to give up is told again.
+            self._gone_on_worker = [*plan.finished, *self._gone_on_worker]
+            self.cache.memory.repeat_discards(plan.discards)
         updates = self._updates
         self._updates = []
         for entry in planned:
