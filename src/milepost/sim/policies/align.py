@@ -135,6 +135,7 @@ class AlignPolicy:
         if request.scheduled_end is not None:
             raise ValueError(f"request {request_id!r} has a chunk in flight: commit it first")
         if request.is_allocated:
+            self.manager.sweep(request)
             hit, start = AlignHit(0, None, (), 0), request.num_computed_tokens
         else:
             hit = self.manager.find_hit(request.hashes, len(request.tokens))

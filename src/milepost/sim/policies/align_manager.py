@@ -426,10 +426,13 @@ class AlignManager:
     # ------------------------------------------------------------------------------ end of step
 
     def commit(self, request: AlignRequest) -> None:
-        """The chunk in flight has run: its states exist, copies are done, states left behind go."""
+        """The chunk in flight has run: its states exist and its copies are done."""
         assert request.scheduled_end is not None
         request.num_computed_tokens, request.scheduled_end = request.scheduled_end, None
         self._release_step(request)
+
+    def sweep(self, request: AlignRequest) -> None:
+        """Before the next chunk: free the states left behind. The newest one is still read from."""
         table = request.tables[-1]
         keep_from = (request.num_computed_tokens - 1) // self.config.mamba_block_size
         left_behind = range(request.num_swept_columns, keep_from)
