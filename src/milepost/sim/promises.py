@@ -1,8 +1,10 @@
 """The book of promise P1: which positions of which prefixes must be resumable.
 
 For an earlier request the promised positions are the end of its prompt, the positions its caller
-wanted, and, once it has ended by itself, everything it processed. A new prompt of N tokens with
-promised position P on its own path must recompute at most (U - 1) + max(1, N - P) tokens.
+wanted (unless they lie inside what it reused itself), and, once it has ended by itself, everything
+it processed. A new prompt of N tokens with promised position P on its own path must recompute at most
+(U - 1) + max(1, N - P) tokens. A position the caller wanted serves longer prompts only: a prompt
+that ends exactly there would need the state one unit earlier.
 """
 
 from __future__ import annotations
@@ -24,6 +26,14 @@ class _Open:
     positions: list[int]
     """Not processed yet, descending."""
 
+    def keep(self, promised: dict[int, bool], num_processed: int) -> None:
+        """Promise the positions that are processed now."""
+        while self.positions and self.positions[-1] <= num_processed:
+            position = self.positions.pop()
+            node = self.truth.path[position]
+            serves_itself = position == self.truth.num_prompt_tokens
+            promised[node] = promised.get(node, False) or serves_itself
+
 
 class PromiseBook:
     """Promised prefixes, as nodes of the prefix tree.
@@ -36,28 +46,28 @@ class PromiseBook:
         self.match_unit = match_unit
         self.num_checked = 0
         self.num_reached = 0
-        self._promised: set[int] = set()
+        self._promised: dict[int, bool] = {}
         self._open: dict[int, _Open] = {}
 
-    def opened(self, request_id: int, truth: TrueSequence, wanted: Sequence[int]) -> None:
+    def opened(
+        self, request_id: int, truth: TrueSequence, wanted: Sequence[int], num_cached_tokens: int
+    ) -> None:
         """A request was admitted; `wanted` are token positions in its prompt."""
-        positions = sorted({*wanted, truth.num_prompt_tokens}, reverse=True)
-        self._open[request_id] = _Open(truth, positions)
+        ahead = [p for p in wanted if p >= num_cached_tokens]
+        self._open[request_id] = _Open(truth, sorted({*ahead, truth.num_prompt_tokens}, reverse=True))
 
     def processed(self, request_id: int, num_processed: int) -> None:
         """Tokens [0, num_processed) of a request are computed and committed."""
         entry = self._open.get(request_id)
-        while entry is not None and entry.positions and entry.positions[-1] <= num_processed:
-            self._promised.add(entry.truth.path[entry.positions.pop()])
+        if entry is not None:
+            entry.keep(self._promised, num_processed)
 
     def ended(self, request_id: int, num_processed: int | None) -> None:
         """A request has ended; None = not by itself, so only what it passed before counts."""
         entry = self._open.pop(request_id, None)
-        if entry is not None and num_processed is not None:
-            while entry.positions and entry.positions[-1] <= num_processed:
-                self._promised.add(entry.truth.path[entry.positions.pop()])
-            if num_processed:
-                self._promised.add(entry.truth.path[num_processed])
+        if entry is not None and num_processed:
+            entry.keep(self._promised, num_processed)
+            self._promised[entry.truth.path[num_processed]] = True
 
     def forget(self) -> None:
         """The cache was reset: old promises are void, requests on their way make new ones."""
@@ -69,8 +79,10 @@ class PromiseBook:
         """P: the deepest promised position on the path of a new prompt, tokens."""
         promised = self._promised
         path = truth.path
-        for position in range(truth.num_prompt_tokens, 0, -1):
-            if path[position] in promised:
+        num_tokens = truth.num_prompt_tokens
+        for position in range(num_tokens, 0, -1):
+            serves_itself = promised.get(path[position])
+            if serves_itself or (serves_itself is not None and position < num_tokens):
                 return position
         return 0
 

@@ -41,6 +41,7 @@ class Outcome:
 
     Attributes:
         finish_reason: as in `RequestUpdate`; None while it runs.
+        was_cut: the engine ended it with `finish`, because of a stop string.
         num_cached_tokens: as reported by the core, tokens.
         num_computed_tokens: rows the worker computed for it, preemptions included.
         num_passes: forward passes (chunks) it took part in.
@@ -52,6 +53,7 @@ class Outcome:
     arrival: float
     output_tokens: array[int] = field(default_factory=lambda: array("I"))
     finish_reason: str | None = None
+    was_cut: bool = False
     error: str | None = None
     num_cached_tokens: int | None = None
     reuse_reason: str | None = None

@@ -27,7 +27,8 @@ MAX_IDLE_STEPS = 3
 """Steps in a row that neither compute nor end anything before the world calls it a livelock."""
 
 LOSING_MOVES = frozenset({"drop", "merge", "reclaim"})
-"""Evictions that can cost a promised checkpoint; the others free what nothing could resume from."""
+"""Evictions that can cost a promised checkpoint; the others free what nothing could resume from,
+unless the model has no recurrent layers."""
 
 
 class SimulationError(MilepostError):
@@ -77,6 +78,7 @@ class World:
         self.contents = ContentsCheck(self.scheduler.cache, self.worker)
         self.now = 0.0
         self.num_steps = 0
+        self.num_failed_steps = 0
         self.num_actions = 0
         self.outcomes: dict[int, Outcome] = {}
         self.running: dict[int, Request] = {}
@@ -130,6 +132,8 @@ class World:
 
     def finish(self, request_id: int) -> None:
         """The engine found a stop string."""
+        if request_id in self.outcomes:
+            self.outcomes[request_id].was_cut = True
         self.scheduler.finish(request_id)
         self._after("finish")
 
@@ -144,6 +148,15 @@ class World:
         self.promises.forget()
         self._after("reset")
         return done
+
+    def evict(self, count: int) -> int:
+        """Memory pressure: let the core give up to `count` records up; returns how many times it did."""
+        evictor = self.scheduler.cache.evictor
+        num_evicted = 0
+        while num_evicted < count and evictor.evict_one(self.now):
+            num_evicted += 1
+        self._after("evict")
+        return num_evicted
 
     def schedule(self) -> StepPlan:
         """Make a plan; it stays in flight until `execute`."""
@@ -163,6 +176,7 @@ class World:
             result = self.worker.execute(plan)
         except WorkerError as error:
             result = StepResult(plan.step_id, [], str(error))
+            self.num_failed_steps += 1
         self.num_steps += 1
         self.now += self.cost.step_seconds(plan)
         updates = self.scheduler.commit(result)
@@ -195,7 +209,11 @@ class World:
                 raise SimulationError(f"step {self.num_steps}: requests {sorted(self.running)} wait for ever")
         else:
             raise SimulationError(f"not done after {max_steps} steps")
-        self.step()
+        for _ in range(max_steps):
+            failures = self.num_failed_steps
+            self.step()
+            if self.num_failed_steps == failures:
+                break
         if self.worker.live:
             raise SimulationError(f"the worker still holds requests {sorted(self.worker.live)}")
         if self.running:
@@ -270,9 +288,8 @@ class World:
             truth = self.worker.truth(started.request_id)
             if self.checks.bound and self._is_caching and not self._has_lost_entries():
                 self.promises.check(started.request_id, truth, request.num_processed)
-            self.promises.opened(
-                started.request_id, truth, [position for position, _ in request.wanted_by_caller]
-            )
+            wanted = [position for position, _ in request.wanted_by_caller]
+            self.promises.opened(started.request_id, truth, wanted, request.num_processed)
 
     def _note_progress(self) -> None:
         for request_id, request in self.running.items():
@@ -286,7 +303,8 @@ class World:
     def _has_lost_entries(self) -> bool:
         """Whether an eviction, a refusal or a fault may have cost a promised entry so far."""
         counters = self.scheduler.cache.counters
-        if any(move in LOSING_MOVES for move, _ in counters.evictions):
+        moves = {move for move, _ in counters.evictions}
+        if moves & LOSING_MOVES or (moves and not self.geometry.recurrent):
             return True
         return bool(counters.refusals)
 
@@ -319,12 +337,14 @@ def check_answer(outcome: Outcome, truth: TrueSequence, max_tokens: int) -> None
     where = f"request {outcome.request_id} ({outcome.finish_reason})"
     if answer != wanted[: len(answer)]:
         raise SimulationError(f"{where}: answered {answer}, a cold run answers {wanted}")
-    ended_by_itself = len(answer) == len(wanted)
-    if outcome.finish_reason == "length" and not (
-        ended_by_itself and wanted[-1] not in spec.sampling.stop_token_ids
-    ):
+    stops = spec.sampling.stop_token_ids
+    is_complete = len(answer) == len(wanted)
+    ends_with_stop = bool(answer) and answer[-1] in stops
+    if outcome.finish_reason == "length" and not (is_complete and not ends_with_stop):
         raise SimulationError(f"{where}: answered {answer}, a cold run answers {wanted}")
-    if outcome.finish_reason not in ("stop", "length"):
+    if outcome.finish_reason == "stop" and not outcome.was_cut and not (is_complete and ends_with_stop):
+        raise SimulationError(f"{where}: answered {answer}, a cold run answers {wanted}")
+    if outcome.finish_reason not in ("stop", "length") or outcome.was_cut:
         return
     expected_rows = outcome.num_recomputed_tokens + len(answer) - 1
     if not outcome.num_preemptions and outcome.num_computed_tokens != expected_rows:
