@@ -11,8 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+
 from milepost.errors import ConfigError
 from milepost.kernels import reference, reference_kda
+from milepost.kernels.reference_kda import KdaRows
+
+__all__ = ["OPERATIONS", "REFERENCE", "KdaRows", "KernelChoice", "Kernels", "select_kernels"]
 
 REFERENCE = "reference"
 _REFERENCE_OPS: Mapping[str, Callable[..., Any]] = {
@@ -49,19 +54,19 @@ class Kernels:
         choices: one per operation, in the order of the attributes.
     """
 
-    linear: Callable[..., Any]
-    per_head_linear: Callable[..., Any]
-    rms_norm: Callable[..., Any]
-    gated_rms_norm: Callable[..., Any]
-    l2_norm: Callable[..., Any]
-    swiglu: Callable[..., Any]
-    short_conv: Callable[..., Any]
-    kda_gate: Callable[..., Any]
-    kda: Callable[..., Any]
-    store_rows: Callable[..., Any]
-    latent_attention: Callable[..., Any]
-    route: Callable[..., Any]
-    routed_experts: Callable[..., Any]
+    linear: Callable[..., torch.Tensor]
+    per_head_linear: Callable[..., torch.Tensor]
+    rms_norm: Callable[..., torch.Tensor]
+    gated_rms_norm: Callable[..., torch.Tensor]
+    l2_norm: Callable[..., torch.Tensor]
+    swiglu: Callable[..., torch.Tensor]
+    short_conv: Callable[..., torch.Tensor]
+    kda_gate: Callable[..., torch.Tensor]
+    kda: Callable[..., torch.Tensor]
+    store_rows: Callable[..., None]
+    latent_attention: Callable[..., torch.Tensor]
+    route: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    routed_experts: Callable[..., torch.Tensor]
     choices: tuple[KernelChoice, ...]
 
 

@@ -79,7 +79,7 @@ def short_conv(
     """
     taps = weight.shape[1]
     num_rows, channels = raw.shape
-    initial = _gather_initial(tails, index)
+    initial = gather_initial(tails, index)
     extended = raw.new_empty(num_rows + initial.shape[0] * (taps - 1), channels)
     extended.index_copy_(0, index.extended_tail_rows, initial.reshape(-1, channels))
     extended.index_copy_(0, index.extended_raw_rows, raw)
@@ -94,7 +94,7 @@ def short_conv(
     return F.silu(result)
 
 
-def _gather_initial(pool: torch.Tensor, index: RecurrentIndex) -> torch.Tensor:
+def gather_initial(pool: torch.Tensor, index: RecurrentIndex) -> torch.Tensor:
     """Initial records of all sequences, [sequences, ...]: a copy; zeros where the plan says so."""
     initial = pool.index_select(0, index.initial_slots)
     if index.any_zero:

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from milepost.kernels.index import RecurrentIndex
-from milepost.kernels.reference import _gather_initial
+from milepost.kernels.reference import gather_initial
 
 TILE = 16
 """Tokens per tile of the chunk form."""
@@ -31,38 +32,44 @@ _LEVELS = (8, 4, 2, 1, 0)
 _MIN_LOG_DECAY = -1e30
 
 
-def kda(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    states: torch.Tensor,
-    index: RecurrentIndex,
-) -> torch.Tensor:
-    """Runs the recurrence of every sequence of a step; all fp32.
+class KdaRows(NamedTuple):
+    """Inputs of the recurrence, all fp32.
+
+    q [N, H, K] normalised and scaled, k [N, H, K] normalised, v [N, H, V], g [N, H, K] log decay
+    (<= 0), beta [N, H].
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+
+    def between(self, first: int, end: int) -> KdaRows:
+        return KdaRows(*(x[first:end] for x in self))
+
+    def select(self, rows: torch.Tensor) -> KdaRows:
+        return KdaRows(*(x.index_select(0, rows) for x in self))
+
+
+def kda(rows: KdaRows, states: torch.Tensor, index: RecurrentIndex) -> torch.Tensor:
+    """Runs the recurrence of every sequence of a step.
 
     Initial states of all sequences are read first; then running and exported states are written.
 
     Args:
-        q: [N, H, K], normalised and scaled.
-        k: [N, H, K], normalised.
-        v: [N, H, V].
-        g: [N, H, K], log decay, <= 0.
-        beta: [N, H].
-        states: [slots, H, K, V], view of the pool.
+        states: fp32 [slots, H, K, V], view of the pool.
 
     Returns:
         o [N, H, V].
     """
-    initial = _gather_initial(states, index)
-    result = torch.empty_like(v)
+    initial = gather_initial(states, index)
+    result = torch.empty_like(rows.v)
     written = states.new_empty(index.write_slots.shape[0], *states.shape[1:])
     if index.single_sequences:
-        rows, sequences = index.single_rows, index.single_indices
+        sequences = index.single_indices
         singles = initial.index_select(0, sequences)
-        out = kda_step(*(x.index_select(0, rows) for x in (q, k, v, g, beta)), singles)
-        result.index_copy_(0, rows, out)
+        result.index_copy_(0, index.single_rows, kda_step(rows.select(index.single_rows), singles))
         written.index_copy_(0, sequences, singles)
     num_sequences = len(index.spans)
     wanted: dict[int, list[tuple[int, int]]] = {}
@@ -71,12 +78,13 @@ def kda(
     for sequence, span in enumerate(index.spans):
         exports = wanted.get(sequence, [])
         if span.length > 1:
-            rows_of = slice(span.first_row, span.end_row)
             out, final, exported = kda_sequence(
-                q[rows_of], k[rows_of], v[rows_of], g[rows_of], beta[rows_of], initial[sequence],
-                position=span.position, export_offsets=[offset for offset, _ in exports],
-            )  # fmt: skip
-            result[rows_of] = out
+                rows.between(span.first_row, span.end_row),
+                initial[sequence],
+                position=span.position,
+                export_offsets=[offset for offset, _ in exports],
+            )
+            result[span.first_row : span.end_row] = out
             written[sequence] = final
             for (_, number), state in zip(exports, exported, strict=True):
                 written[number] = state
@@ -87,18 +95,12 @@ def kda(
     return result
 
 
-def kda_step(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-) -> torch.Tensor:
-    """One token for B independent sequences: q, k, g [B, H, K], v [B, H, V], beta [B, H].
+def kda_step(rows: KdaRows, state: torch.Tensor) -> torch.Tensor:
+    """One token for each of B independent sequences (rows of length B).
 
     `state` [B, H, K, V] is updated in place. Returns o [B, H, V].
     """
+    q, k, v, g, beta = rows
     state.mul_(g.exp().unsqueeze(-1))
     delta = (v.unsqueeze(-2) - torch.matmul(k.unsqueeze(-2), state)).mul_(beta[..., None, None])
     state.addcmul_(k.unsqueeze(-1), delta)
@@ -106,11 +108,7 @@ def kda_step(
 
 
 def kda_sequence(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    rows: KdaRows,
     initial: torch.Tensor,
     *,
     position: int,
@@ -124,51 +122,45 @@ def kda_sequence(
     Returns:
         o [T, H, V], the state after the last row, and the exported states.
     """
-    if q.shape[0] <= MAX_RECURRENT_TOKENS:
-        return kda_recurrent(q, k, v, g, beta, initial, export_offsets=export_offsets)
-    return kda_chunk(q, k, v, g, beta, initial, position=position, export_offsets=export_offsets)
+    if rows.q.shape[0] <= MAX_RECURRENT_TOKENS:
+        return kda_recurrent(rows, initial, export_offsets=export_offsets)
+    return kda_chunk(rows, initial, position=position, export_offsets=export_offsets)
 
 
 def kda_recurrent(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    rows: KdaRows,
     initial: torch.Tensor,
     *,
     export_offsets: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """`kda_sequence`, token by token."""
     state = initial.unsqueeze(0).clone()
-    result = torch.empty_like(v)
+    result = torch.empty_like(rows.v)
     at_offset: dict[int, torch.Tensor] = {}
     wanted = set(export_offsets)
-    for row in range(q.shape[0]):
-        now = slice(row, row + 1)
-        result[row] = kda_step(q[now], k[now], v[now], g[now], beta[now], state)[0]
+    for row in range(rows.q.shape[0]):
+        result[row] = kda_step(rows.between(row, row + 1), state)[0]
         if row + 1 in wanted:
             at_offset[row + 1] = state[0].clone()
     return result, state[0], [at_offset[offset] for offset in export_offsets]
 
 
 def kda_chunk(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    rows: KdaRows,
     initial: torch.Tensor,
     *,
     position: int,
     export_offsets: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """`kda_sequence` in tiles of 16 tokens at absolute multiples of 16."""
+    q, k, v, g, beta = rows
     num_rows = q.shape[0]
     lead = position % TILE
     num_tiles = -(-(lead + num_rows) // TILE)
     # Rows outside of [position, position + T) are neutral: no decay, no key, no beta.
-    tiles = [_tiled(x, lead, num_tiles) for x in (q, k, v, g.clamp_min(_MIN_LOG_DECAY), beta.unsqueeze(-1))]
+    tiles = KdaRows(
+        *(_tiled(x, lead, num_tiles) for x in (q, k, v, g.clamp_min(_MIN_LOG_DECAY), beta.unsqueeze(-1)))
+    )
     wanted: dict[int, list[int]] = {}
     for offset in export_offsets:
         wanted.setdefault((lead + offset - 1) // TILE, []).append((lead + offset - 1) % TILE + 1)
@@ -176,9 +168,8 @@ def kda_chunk(
     state = initial
     outputs = []
     for first in range(0, num_tiles, SEGMENT_TILES):
-        segment = [x[first : first + SEGMENT_TILES] for x in tiles]
         local = {tile - first: ends for tile, ends in wanted.items() if first <= tile < first + SEGMENT_TILES}
-        out, state, exported = _segment(*segment, state, local)
+        out, state, exported = _segment(tiles.between(first, first + SEGMENT_TILES), state, local)
         outputs.append(out)
         for (tile, end), exported_state in exported.items():
             at_offset[(first + tile) * TILE + end - lead] = exported_state
@@ -236,13 +227,7 @@ def _pair_masks() -> torch.Tensor:
 
 
 def _segment(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    exports: dict[int, list[int]],
+    tiles: KdaRows, state: torch.Tensor, exports: dict[int, list[int]]
 ) -> tuple[torch.Tensor, torch.Tensor, dict[tuple[int, int], torch.Tensor]]:
     """n tiles in a row: q, k, g [n, H, 16, K], v [n, H, 16, V], beta [n, H, 16, 1], state [H, K, V].
 
@@ -252,6 +237,7 @@ def _segment(
     Returns:
         o [n, H, 16, V], the state behind the last tile, and (tile, rows) -> state.
     """
+    q, k, v, g, beta = tiles
     num_tiles, num_heads, _, key_dim = k.shape
     num_levels = len(_LEVELS)
     decay = torch.matmul(_decay_sums(), g).exp_().view(num_tiles, num_heads, num_levels + 2, TILE, key_dim)
@@ -260,7 +246,7 @@ def _segment(
     keys = k.unsqueeze(2) * pair
     rows = torch.cat([keys, q.unsqueeze(2) * pair], dim=3)
     products = torch.matmul(rows, keys.transpose(-1, -2)).mul_(_pair_masks()).sum(2)
-    key_products, query_products = products.split(TILE, dim=2)
+    key_products, query_products = products[:, :, :TILE], products[:, :, TILE:]
 
     # (I + beta * key_products) [U | W] = beta * [v | k * decay from the start]
     value_dim = v.shape[-1]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from milepost.kernels.api import KdaRows
 from milepost.kernels.index import RecurrentIndex
 from milepost.models.inputs import CacheFields
 from milepost.models.layers import Loader
@@ -43,18 +44,16 @@ class KdaLayer:
         heads = (x.shape[0], spec.num_heads, spec.head_dim)
         raw = ops.linear(x, self._qkv)
         mixed = ops.short_conv(raw, self._conv, cache[self._layer, CONV_TAIL_FIELD], index)
-        q, k, v = (part.view(heads) for part in mixed.split(spec.width, dim=-1))
+        q, k, v = (mixed[:, part * spec.width : (part + 1) * spec.width].view(heads) for part in range(3))
 
         low_rank = ops.linear(x, self._low_rank)
-        decay_in, gate_in, beta_logits = low_rank.split(
-            (spec.head_dim, spec.head_dim, spec.num_heads), dim=-1
-        )
+        decay_in, gate_in = low_rank[:, : spec.head_dim], low_rank[:, spec.head_dim : 2 * spec.head_dim]
+        beta = torch.sigmoid(low_rank[:, 2 * spec.head_dim :].float())
         raw_decay = ops.linear(decay_in, self._decay_out).view(heads)
         g = ops.kda_gate(raw_decay, self._decay_log, self._dt_bias, spec.gate_lower_bound)
-        beta = torch.sigmoid(beta_logits.float())
 
         q = ops.l2_norm(q) * spec.head_dim**-0.5
-        out = ops.kda(q, ops.l2_norm(k), v, g, beta, cache[self._layer, STATE_MATRIX_FIELD], index)
+        out = ops.kda(KdaRows(q, ops.l2_norm(k), v, g, beta), cache[self._layer, STATE_MATRIX_FIELD], index)
 
         gate = ops.linear(gate_in, self._gate_out).view(heads)
         normed = ops.gated_rms_norm(out, gate, self._norm, spec.norm_eps)

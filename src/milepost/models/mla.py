@@ -37,9 +37,8 @@ class MlaLayer:
         expand = loader.linear(
             "kv_b_proj", spec.kv_lora_rank, heads * (spec.qk_nope_head_dim + spec.v_head_dim)
         )
-        key, value = expand.view(heads, -1, spec.kv_lora_rank).split(
-            (spec.qk_nope_head_dim, spec.v_head_dim), dim=1
-        )
+        per_head = expand.view(heads, spec.qk_nope_head_dim + spec.v_head_dim, spec.kv_lora_rank)
+        key, value = per_head[:, : spec.qk_nope_head_dim], per_head[:, spec.qk_nope_head_dim :]
         # fp32 [H, nope, latent] and [H, latent, v]: widened once instead of in every step.
         self._absorb_key = key.float().contiguous()
         self._absorb_value = value.float().transpose(1, 2).contiguous()
@@ -50,14 +49,13 @@ class MlaLayer:
         ops, spec = self._kernels, self._spec
         num_rows = x.shape[0]
         pages = cache[self._layer, LATENT_FIELD]
-        latent, shared_key = ops.linear(x, self._latent).split(
-            (spec.kv_lora_rank, spec.qk_rope_head_dim), dim=-1
-        )
+        compressed = ops.linear(x, self._latent)
+        latent, shared_key = compressed[:, : spec.kv_lora_rank], compressed[:, spec.kv_lora_rank :]
         ops.store_rows(pages, torch.cat([self._latent_norm(latent), shared_key], dim=-1), index)
 
         query_in = x if self._query_norm is None else self._query_norm(ops.linear(x, self._query_in))
         query = ops.linear(query_in, self._query).view(num_rows, spec.num_heads, spec.qk_head_dim)
-        content, shared = query.split((spec.qk_nope_head_dim, spec.qk_rope_head_dim), dim=-1)
+        content, shared = query[..., : spec.qk_nope_head_dim], query[..., spec.qk_nope_head_dim :]
         absorbed = torch.cat([ops.per_head_linear(content, self._absorb_key), shared.float()], dim=-1)
         mixed = ops.latent_attention(
             absorbed, pages, index, value_width=spec.kv_lora_rank, scale=spec.qk_head_dim**-0.5

@@ -58,6 +58,10 @@ class TorchWorker:
         self._requests: dict[int, _RequestState] = {}
 
     @property
+    def vocab_size(self) -> int:
+        return self._model.vocab_size
+
+    @property
     def num_requests(self) -> int:
         """Requests the worker holds page tables for."""
         return len(self._requests)
