@@ -37,7 +37,7 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 {%- endmacro -%}
 {{- '[BOS]' -}}
-{%- if tools -%}
+{%- if tools is defined and tools -%}
 {{- '<|im_system|>tool_declare<|im_middle|>' ~ (tools | tojson) ~ '<|im_end|>' -}}
 {%- endif -%}
 {%- for message in messages -%}
@@ -45,11 +45,11 @@ CHAT_TEMPLATE = """\
 {%- elif message['role'] == 'assistant' -%}{{- '<|im_assistant|>' -}}
 {%- else -%}{{- '<|im_system|>' -}}
 {%- endif -%}
-{{- (message['name'] or message['role']) ~ '<|im_middle|>' ~ body(message['content']) -}}
-{%- if message['tool_calls'] -%}{{- message['tool_calls'] | tojson -}}{%- endif -%}
+{{- (message.get('name') or message['role']) ~ '<|im_middle|>' ~ body(message['content']) -}}
+{%- if message.get('tool_calls') -%}{{- message['tool_calls'] | tojson -}}{%- endif -%}
 {{- '<|im_end|>' -}}
 {%- endfor -%}
-{%- if add_generation_prompt -%}
+{%- if add_generation_prompt is defined and add_generation_prompt -%}
 {{- '<|im_assistant|>assistant<|im_middle|>' -}}
 {%- endif -%}
 """

@@ -1,0 +1,190 @@
+"""Builds step plans by hand: pages and slots are chosen by the test, no scheduler is involved."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from milepost.core.plan import (
+    ZERO_STATE,
+    ChunkPlan,
+    SamplingParams,
+    StateExport,
+    StepPlan,
+    StepResult,
+    WorkerRequest,
+)
+from milepost.models.loading import LoadedModel
+from milepost.runner.worker import TorchWorker
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    return array("I", tokens).tobytes()
+
+
+def random_tokens(count: int, vocab_size: int, seed: int) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(vocab_size) for _ in range(count)]
+
+
+@dataclass
+class TrackedRequest:
+    """One request under test: its tokens, its pages and where its running state lies."""
+
+    request_id: int
+    tokens: list[int]
+    running_slot: int
+    pages: list[int] = field(default_factory=list)
+    start_slot: int = ZERO_STATE
+    num_processed: int = 0
+    sampling: SamplingParams = field(default_factory=lambda: GREEDY)
+    started: bool = False
+
+
+class Driver:
+    """Makes plans for a `TorchWorker` and keeps count of pages, in shuffled order.
+
+    Slots are given by the caller. Every free page and slot can be poisoned with NaN.
+    """
+
+    def __init__(
+        self, model: LoadedModel, *, match_unit: int = 16, cache_bytes: int = 4 << 20, shuffle_seed: int = 0
+    ) -> None:
+        self.model = model
+        self.geometry = model.geometry(match_unit)
+        self.worker = TorchWorker(model, self.geometry, cache_bytes)
+        self.match_unit = match_unit
+        self._next_step = 0
+        self._next_request = 0
+        self._free_pages: list[int] = []
+        if self.geometry.num_attention_groups:
+            self._free_pages = list(range(self.worker.pools.attention_pool(0).num_records))
+            random.Random(shuffle_seed).shuffle(self._free_pages)
+
+    def poison(self) -> None:
+        """Fills every record of every pool with NaN."""
+        for view in self.worker.pools.fields.values():
+            view.fill_(float("nan"))
+
+    def sequence(
+        self,
+        tokens: Sequence[int],
+        running_slot: int,
+        *,
+        start_slot: int = ZERO_STATE,
+        pages: Sequence[int] = (),
+        num_processed: int = 0,
+        sampling: SamplingParams = GREEDY,
+    ) -> TrackedRequest:
+        """A new request; `pages`, `num_processed` and `start_slot` describe a cache hit."""
+        self._next_request += 1
+        return TrackedRequest(
+            self._next_request,
+            list(tokens),
+            running_slot,
+            list(pages),
+            start_slot,
+            num_processed,
+            sampling,
+        )
+
+    def plan(
+        self,
+        *parts: tuple[TrackedRequest, int],
+        exports: dict[int, list[tuple[int, int]]] | None = None,
+        sample: bool = True,
+        in_place: bool = True,
+    ) -> StepPlan:
+        """One step that processes `count` tokens of each (sequence, count).
+
+        Args:
+            exports: request id -> (absolute position, slot) pairs, ascending.
+            in_place: the state moves to `running_slot` at once; else it is read where it was.
+        """
+        self._next_step += 1
+        step = StepPlan(self._next_step, [])
+        for sequence, count in parts:
+            start, end = sequence.num_processed, sequence.num_processed + count
+            new_pages: list[list[int]] = []
+            reused = [list(sequence.pages)] if self.geometry.num_attention_groups else []
+            if self.geometry.num_attention_groups:
+                needed = -(-end // self.match_unit) - len(sequence.pages)
+                fresh = [self._free_pages.pop() for _ in range(max(0, needed))]
+                sequence.pages += fresh
+                new_pages = [fresh]
+            if not sequence.started:
+                sequence.started = True
+                step.started.append(
+                    WorkerRequest(
+                        sequence.request_id,
+                        sequence.sampling,
+                        len(sequence.tokens),
+                        token_bytes(sequence.tokens) if sequence.sampling.needs_history else b"",
+                        reused,
+                    )
+                )
+            recurrent = self.geometry.num_recurrent_groups > 0
+            wanted = (exports or {}).get(sequence.request_id, [])
+            step.chunks.append(
+                ChunkPlan(
+                    request_id=sequence.request_id,
+                    start=start,
+                    end=end,
+                    tokens=token_bytes(sequence.tokens[start:end]),
+                    new_pages=new_pages,
+                    replaced_pages=[],
+                    initial_slots=[sequence.start_slot] if recurrent else [],
+                    running_slots=[sequence.running_slot] if recurrent else [],
+                    exports=[
+                        StateExport(position - start, [slot] if recurrent else [], position, "tail")
+                        for position, slot in wanted
+                    ],
+                    num_samples=int(sample),
+                    output_position=max(0, end - len(sequence.tokens)),
+                )
+            )
+            sequence.num_processed = end
+            sequence.start_slot = sequence.running_slot
+        return step
+
+    def logits(self, plan: StepPlan) -> torch.Tensor:
+        """Executes a plan and returns the logits of all its rows, fp32 [rows, vocabulary]."""
+        seen: list[torch.Tensor] = []
+        original = self.worker.hidden_states
+
+        def spy(plan: StepPlan):  # type: ignore[no-untyped-def]
+            batch, hidden = original(plan)
+            seen.append(hidden)
+            return batch, hidden
+
+        self.worker.hidden_states = spy  # type: ignore[method-assign]
+        try:
+            self.worker.execute(plan)
+        finally:
+            self.worker.hidden_states = original  # type: ignore[method-assign]
+        with torch.inference_mode():
+            return self.model.decoder.logits(seen[0]).clone()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return self.worker.execute(plan)
+
+    def state(self, slot: int) -> dict[tuple[int, str], torch.Tensor]:
+        """Copies of all fields of one state slot."""
+        names = [(f.layer, f.name) for group in self.model.layout.recurrent for f in group.fields]
+        return {name: self.worker.pools.fields[name][slot].clone() for name in names}
+
+    def page_rows(self, sequence: TrackedRequest, end: int) -> dict[tuple[int, str], torch.Tensor]:
+        """Copies of what the pages of a sequence hold for positions [0, end)."""
+        result = {}
+        for group in self.model.layout.attention:
+            for token_field in group.token_fields:
+                view = self.worker.pools.fields[token_field.layer, token_field.name]
+                rows = view[sequence.pages].reshape(-1, token_field.width)[:end]
+                result[token_field.layer, token_field.name] = rows.clone()
+        return result
