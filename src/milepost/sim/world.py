@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from milepost.config import CacheConfig, SchedulerConfig
 from milepost.core.geometry import CacheGeometry
 from milepost.core.plan import StepPlan, StepResult
+from milepost.core.reasons import REFUSED_NOT_LEGAL, REQUIRED
 from milepost.core.request import Request, RequestUpdate, ReuseReport
 from milepost.core.scheduler import Scheduler
+from milepost.core.units import is_multiple
 from milepost.errors import MilepostError, WorkerError
 from milepost.sim.contents import ContentsCheck
 from milepost.sim.cost import CostModel
@@ -288,7 +290,7 @@ class World:
             truth = self.worker.truth(started.request_id)
             if self.checks.bound and self._is_caching and not self._has_lost_entries():
                 self.promises.check(started.request_id, truth, request.num_processed)
-            wanted = [position for position, _ in request.wanted_by_caller]
+            wanted = self._promised_positions(request)
             self.promises.opened(started.request_id, truth, wanted, request.num_processed)
 
     def _note_progress(self) -> None:
@@ -306,7 +308,13 @@ class World:
         moves = {move for move, _ in counters.evictions}
         if moves & LOSING_MOVES or (moves and not self.geometry.recurrent):
             return True
-        return bool(counters.refusals)
+        return any(why != REFUSED_NOT_LEGAL for why, _ in counters.refusals)
+
+    def _promised_positions(self, request: Request) -> list[int]:
+        """Positions the caller wanted that the kernel can export whatever the chunks look like."""
+        alignment = self.geometry.checkpoint_alignment
+        is_any_legal = alignment is None or is_multiple(self.geometry.match_unit, alignment)
+        return [p for p, reason in request.wanted_by_caller if is_any_legal or reason in REQUIRED]
 
     def _after(self, action: str) -> None:
         """Audit everything. Runs after every action, so its cost bounds the size of a world."""
