@@ -128,7 +128,9 @@ def a_block_aligned_checkpoint_in_a_later_column() -> None:
         assert policy.take_offers("a") == [BoundaryOffer(1, table[2], 64)]
         assert replay_hit(policy, tokens) == 64
         stored = [
-            event.key.num_tokens for event in policy.take_events() if event.key and event.key.group == 1
+            event.key.num_tokens
+            for event in policy.manager.pool.take_events()
+            if event.key and event.key.group == 1
         ]
         assert stored == ([96, 96, 64] if retention is DENSE else [64])  # stored, removed, stored
 
@@ -143,7 +145,7 @@ def test_a_block_aligned_checkpoint_replaces_the_hash_of_its_column(num_tokens: 
     column = -(-num_tokens // 32) - 2
     at_end = [num_tokens] if num_tokens % 32 == 0 else []
     assert policy.keyed_positions(tokens) == [wanted, *at_end]
-    assert policy.manager.pool.primary_key(request.tables[1][column]).num_tokens == wanted
+    assert policy.manager.pool.keys_of(request.tables[1][column])[0].num_tokens == wanted
     assert replay_hit(policy, tokens) == wanted
 
 

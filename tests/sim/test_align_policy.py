@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from milepost.errors import InvariantError
 from milepost.sim.policies.align import DENSE, WAIT, AlignConfig, AlignPolicy
-from milepost.sim.policies.align_pool import NULL_BLOCK, BlockKey, BlockPool
-from milepost.sim.policies.align_rules import extend_hash_chain
+from milepost.sim.policies.block_pool import NULL_BLOCK, BlockKey, BlockPool
 
 
 def key(num_tokens: int, group: int = 0, name: str = "a") -> BlockKey:
@@ -127,10 +126,8 @@ def test_the_null_block_takes_no_key_and_a_double_free_is_found() -> None:
 
 
 def test_a_hash_commits_to_the_whole_prefix_and_to_its_lookahead() -> None:
-    def chain(tokens: list[int], lookahead: int = 0) -> list[bytes]:
-        hashes: list[bytes] = []
-        extend_hash_chain(hashes, tokens, 4, lookahead)
-        return hashes
+    def chain(tokens: list[int], lookahead: int = 0, known: tuple[bytes, ...] = ()) -> list[bytes]:
+        return AlignConfig(4, 4, 4, num_hash_lookahead_tokens=lookahead).hash_chain(tokens, known)
 
     tokens = list(range(20))
     assert len(chain(tokens)) == 5 and len(chain(tokens, 1)) == 4 and len(chain(tokens[:2], 3)) == 0
@@ -140,9 +137,7 @@ def test_a_hash_commits_to_the_whole_prefix_and_to_its_lookahead() -> None:
     assert chain(changed)[3] == chain(tokens)[3]
     assert chain(changed, 1)[3] == chain(tokens, 1)[3]
     assert chain(changed, 2)[3] != chain(tokens, 2)[3]
-    grown = chain(tokens[:9])
-    extend_hash_chain(grown, tokens, 4, 0)
-    assert grown == chain(tokens)
+    assert chain(tokens, 0, tuple(chain(tokens[:9]))) == chain(tokens)
 
 
 # ------------------------------------------------------------------ the table over a request's life

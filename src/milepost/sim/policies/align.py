@@ -19,8 +19,7 @@ from collections.abc import Hashable, Sequence
 from typing import Literal, NamedTuple
 
 from milepost.core.units import floor_to
-from milepost.sim.policies.align_manager import AlignHit, AlignManager, AlignRequest, BlockCopy, BoundaryOffer
-from milepost.sim.policies.align_pool import BlockKey, PoolEvent
+from milepost.sim.policies.align_manager import AlignHit, AlignManager, AlignRequest, BoundaryOffer
 from milepost.sim.policies.align_rules import (
     DENSE,
     WAIT,
@@ -28,11 +27,11 @@ from milepost.sim.policies.align_rules import (
     ChunkEnd,
     align_chunk_ends,
     align_split,
-    extend_hash_chain,
     mtp_reserve,
     proof_margin,
     replay_boundaries,
 )
+from milepost.sim.policies.block_pool import BlockKey
 
 __all__ = [
     "DENSE",
@@ -72,7 +71,7 @@ class AlignPolicy:
 
     def lookup(self, tokens: Sequence[int]) -> AlignHit:
         """What a request with this prompt would hit now."""
-        return self.manager.find_hit(self._hash_chain(tokens), len(tokens))
+        return self.manager.find_hit(self.config.hash_chain(tokens), len(tokens))
 
     def keys(self) -> frozenset[BlockKey]:
         """Every entry a lookup can find."""
@@ -83,7 +82,7 @@ class AlignPolicy:
         group = self.config.state_group if group is None else group
         found = {key.digest for key in self.keys() if key.group == group}
         unit = self.config.hash_block_size
-        return [(k + 1) * unit for k, digest in enumerate(self._hash_chain(tokens)) if digest in found]
+        return [(k + 1) * unit for k, digest in enumerate(self.config.hash_chain(tokens)) if digest in found]
 
     def request(self, request_id: Hashable) -> AlignRequest:
         """The live request: tables, copies and new blocks of the chunk in flight."""
@@ -106,7 +105,7 @@ class AlignPolicy:
         if not tokens:
             raise ValueError("tokens must not be empty")
         request = AlignRequest(request_id, list(tokens), len(tokens), num_external_tokens)
-        self._extend_hashes(request)
+        request.hashes = self.config.hash_chain(tokens)
         hit = self.manager.find_hit(request.hashes, len(tokens))
         if num_external_tokens and self._start(request, hit)[1] >= len(tokens):
             raise ValueError("num_external_tokens must leave the last token to compute")
@@ -118,7 +117,7 @@ class AlignPolicy:
         """Add sampled tokens, which the next chunk of the request will process."""
         request = self._requests[request_id]
         request.tokens.extend(tokens)
-        self._extend_hashes(request)
+        request.hashes = self.config.hash_chain(request.tokens, request.hashes)
 
     def schedule(self, request_id: Hashable, budget: int, *, chunk_end: int | None = None) -> ChunkEnd:
         """Decide, allocate and key the next chunk of a request; `commit` it before the next.
@@ -142,12 +141,12 @@ class AlignPolicy:
             request.junction = hit.junction
             hit, start = self._start(request, hit)
             if not self.manager.is_written(request.hashes, hit):
-                return self._wait("same_step")
+                self.wait_reason = "same_step"
+                return WAIT
         end = self._split(request, start, budget) if chunk_end is None else chunk_end
-        if end <= start:
-            return self._wait("budget")
-        if not self.manager.allocate(request, hit, start, end):
-            return self._wait("blocks")
+        if end <= start or not self.manager.allocate(request, hit, start, end):
+            self.wait_reason = "budget" if end <= start else "blocks"
+            return WAIT
         request.scheduled_start, request.scheduled_end = start, end
         self.manager.cache(request, start, end)
         if request in self._waiting:
@@ -164,14 +163,6 @@ class AlignPolicy:
         request = self._requests[request_id]
         offers, request.offers = request.offers, []
         return offers
-
-    def copies(self, request_id: Hashable) -> list[BlockCopy]:
-        """Copies the worker runs before the request's chunk in flight."""
-        return list(self._requests[request_id].copies)
-
-    def take_events(self) -> list[PoolEvent]:
-        """Entries stored and removed since the last call, if `record_events` is set."""
-        return self.manager.pool.take_events()
 
     def finish(self, request_id: Hashable) -> BoundaryOffer | None:
         """End a request. One that stands on its own tail still offers that state."""
@@ -206,33 +197,22 @@ class AlignPolicy:
         left = self.config.max_tokens_per_step if budget is None else budget
         chunks: list[Chunk] = []
         index, has_preempted = 0, False
-        while index < len(self._running) and left > 0:
-            request = self._running[index]
-            chunk = self._step_one(request, left)
-            if chunk is None and self.wait_reason == "blocks":
+        while left > 0 and index < len(self._running) + (0 if has_preempted else len(self._waiting)):
+            request = [*self._running, *self._waiting][index]
+            was_running = request.is_allocated
+            is_idle = was_running and request.num_computed_tokens == len(request.tokens)
+            end = WAIT if is_idle else self.schedule(request.request_id, left)
+            if end != WAIT:
+                chunks.append(Chunk(request.request_id, request.scheduled_start, end))
+                left -= end - request.scheduled_start
+            elif not was_running:
+                break
+            elif not is_idle and self.wait_reason == "blocks":
                 has_preempted = True
                 self.preempt(self._running[-1].request_id)
                 continue
             index += 1
-            if chunk:
-                chunks.append(chunk)
-                left -= chunk.end - chunk.start
-        for request in [] if has_preempted else list(self._waiting):
-            chunk = self._step_one(request, left) if left > 0 else None
-            if chunk is None:
-                break
-            chunks.append(chunk)
-            left -= chunk.end - chunk.start
         return chunks
-
-    def _step_one(self, request: AlignRequest, budget: int) -> Chunk | None:
-        if request.is_allocated and request.num_computed_tokens == len(request.tokens):
-            self.wait_reason = "budget"
-            return None
-        end = self.schedule(request.request_id, budget)
-        if end == WAIT:
-            return None
-        return Chunk(request.request_id, request.scheduled_start, end)
 
     # ------------------------------------------------------------------------------ inside
 
@@ -277,20 +257,3 @@ class AlignPolicy:
         self.manager.release(request)
         del self._requests[request.request_id]
         (self._running if request in self._running else self._waiting).remove(request)
-
-    def _wait(self, reason: WaitReason) -> ChunkEnd:
-        self.wait_reason = reason
-        return WAIT
-
-    def _hash_chain(self, tokens: Sequence[int]) -> list[bytes]:
-        hashes: list[bytes] = []
-        extend_hash_chain(hashes, tokens, self.config.hash_block_size, self.config.num_hash_lookahead_tokens)
-        return hashes
-
-    def _extend_hashes(self, request: AlignRequest) -> None:
-        extend_hash_chain(
-            request.hashes,
-            request.tokens,
-            self.config.hash_block_size,
-            self.config.num_hash_lookahead_tokens,
-        )

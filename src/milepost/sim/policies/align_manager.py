@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from milepost.core.units import ceil_div, floor_to
 from milepost.errors import InvariantError
-from milepost.sim.policies.align_pool import NULL_BLOCK, BlockKey, BlockPool
 from milepost.sim.policies.align_rules import AlignConfig, checkpoint_column, proof_margin, replay_boundaries
+from milepost.sim.policies.block_pool import NULL_BLOCK, BlockKey, BlockPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Checkpoint(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class AlignRequest:
-    """Everything kept per request; the tables exist while `is_allocated`."""
+    """Everything kept per request; `tables` (per group, states last) is empty until it gets blocks."""
 
     request_id: Hashable
     tokens: list[int]
@@ -65,36 +65,26 @@ class AlignRequest:
     num_computed_tokens: int = 0
     scheduled_start: int = 0
     scheduled_end: int | None = None
-    is_allocated: bool = False
     tables: list[list[int]] = field(default_factory=list)
     num_cached_columns: list[int] = field(default_factory=list)
     num_swept_columns: int = 0
-    checkpoint: Checkpoint | None = None
     # A tail inside a block: (block, boundary). The entry moves before the owner overwrites the block.
     producer: tuple[int, int] | None = None
+    offers: list[BoundaryOffer] = field(default_factory=list)
+    # Of the chunk in flight:
+    checkpoint: Checkpoint | None = None
     held: list[int] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     new_blocks: list[list[int]] = field(default_factory=list)
     new_keys: list[BlockKey] = field(default_factory=list)
-    offers: list[BoundaryOffer] = field(default_factory=list)
+
+    @property
+    def is_allocated(self) -> bool:
+        return bool(self.tables)
 
     @property
     def prefill_end(self) -> int:
         return max(self.num_prompt_tokens, len(self.tokens) - 1)
-
-
-class _StateLayout(NamedTuple):
-    """How a state table grows: columns left behind, columns to fill with those and with new blocks."""
-
-    num_columns: int
-    moved: list[int]
-    filled: list[int]
-    checkpoint: Checkpoint | None
-    copies_first: bool  # a hit inside a block, or the owner writing past its own tail
-
-    @property
-    def num_new_blocks(self) -> int:
-        return len(self.filled) - len(self.moved) + self.copies_first
 
 
 class AlignManager:
@@ -166,9 +156,8 @@ class AlignManager:
 
     def is_written(self, hashes: list[bytes], hit: AlignHit) -> bool:
         """False while the state of the hit is only written by a chunk that is still in flight."""
-        if hit.num_tokens == 0:
-            return True
-        return self._key(self.config.state_group, hashes, hit.num_tokens) not in self.cached_this_step
+        key = self._key(self.config.state_group, hashes, hit.num_tokens) if hit.num_tokens else None
+        return key not in self.cached_this_step
 
     # ------------------------------------------------------------------------------ allocation
 
@@ -178,59 +167,72 @@ class AlignManager:
         `hit` counts for a request without blocks only; `start` exceeds it by what a connector loads.
         """
         config, pool = self.config, self.pool
-        local = 0 if request.is_allocated else hit.num_tokens
-        is_loaded = not request.is_allocated and start > local
-        layout = self._state_layout(request, local, is_loaded, start, end)
-        num_new = layout.num_new_blocks + is_loaded
-        for group, size in enumerate(config.attention_group_tokens):
-            owned = len(request.tables[group]) if request.is_allocated else ceil_div(local, size)
-            num_new += max(0, ceil_div(end, size) - owned) + (local % size > 0)
-        touched = [] if request.is_allocated else [b for found in hit.attention_blocks for b in found]
-        if local and not is_loaded:
-            touched.append(hit.state_block)
-        if not pool.can_allocate(num_new + sum(pool.is_free(block) for block in dict.fromkeys(touched))):
+        sizes, states = config.group_sizes, config.state_group
+        tables, is_first = request.tables, not request.is_allocated
+        local = hit.num_tokens if is_first else 0
+        if is_first:
+            state_table = [NULL_BLOCK] * ceil_div(start, sizes[states])
+            state_table[-1:] = [hit.state_block if start == local else NULL_BLOCK] if start else []
+            tables = [*map(list, hit.attention_blocks), state_table]
+        hit_blocks = [block for table in tables for block in table if block != NULL_BLOCK] if is_first else []
+        copied = [group for group, size in enumerate(sizes) if local % size]
+        running = ceil_div(end, sizes[states]) - 1
+        is_past_own_tail = request.producer is not None and tables[-1][running:][:1] == [request.producer[0]]
+        checkpoint = self._wanted_checkpoint(request, start, end)
+        growth = [max(0, ceil_div(end, size) - len(table)) for size, table in zip(sizes, tables, strict=True)]
+        num_scratch = config.num_scratch_blocks if is_first else 0
+        wanted = max(0, running + 1 + config.num_scratch_blocks - len(tables[-1]))
+        growth[states] = min(wanted, 1 + num_scratch + (checkpoint is not None))
+        num_new = sum(growth) + len(copied) + is_past_own_tail + (start > local and is_first)
+        if not pool.can_allocate(num_new + sum(map(pool.is_free, hit_blocks))):
             return False
-        if not request.is_allocated:
-            request.tables = [[] for _ in range(config.state_group + 1)]
-        request.new_blocks = [[] for _ in range(config.state_group + 1)]
-        for block in touched:
+        for block in hit_blocks:
             pool.touch(block)
-        for group, size in enumerate(config.attention_group_tokens):
-            table = request.tables[group]
-            if not request.is_allocated:
-                table.extend(hit.attention_blocks[group])
-                if local % size:
-                    table[-1] = self._private_copy(request, group, table[-1])
-            self._append(request, group, ceil_div(end, size) - len(table))
-        self._allocate_states(request, hit, is_loaded, layout, start, end)
-        if not request.is_allocated:
-            sizes = (*config.attention_group_tokens, config.mamba_block_size)
+        request.new_blocks = [[] for _ in sizes]
+        for group in copied:
+            tables[group][-1] = self._private_copy(request, group, tables[group][-1])
+        if is_first and start > local:
+            tables[states][-1] = self._take(request, states)
+        if is_first and start:
+            self._state_at[tables[states][-1]] = start
+        if is_first:
             request.num_cached_columns = [local // size for size in sizes]
-            request.is_allocated = True
-        request.checkpoint = layout.checkpoint
+        for group in range(states):
+            tables[group] += [self._take(request, group) for _ in range(growth[group])]
+        if is_past_own_tail:
+            self._move_own_tail(request)
+        self._extend_states(request, tables[states], checkpoint, start, end)
+        request.tables, request.checkpoint = tables, checkpoint
         return True
 
-    def _state_layout(
-        self, request: AlignRequest, local: int, is_loaded: bool, start: int, end: int
-    ) -> _StateLayout:
-        config = self.config
-        size, num_scratch = config.mamba_block_size, config.num_scratch_blocks
-        running = ceil_div(end, size) - 1
-        table = request.tables[-1] if request.is_allocated else []
-        owned = len(table) if request.is_allocated else ceil_div(start, size)
-        checkpoint = self._wanted_checkpoint(request, start, end)
-        keep = checkpoint.column if checkpoint else running
-        scratch = range(owned - num_scratch, owned) if request.is_allocated else range(0)
-        columns = max(owned, running + 1 + num_scratch)
-        filled = list(range(max(owned, running), columns))
-        if checkpoint and checkpoint.column >= owned:
-            filled.insert(0, checkpoint.column)
-        moved = [column for column in scratch if column < running and column != keep]
-        is_past_own_tail = request.producer is not None and table[running : running + 1] == [
-            request.producer[0]
-        ]
-        copies_first = is_past_own_tail or (local % size > 0 and not is_loaded)
-        return _StateLayout(columns, moved, filled, checkpoint, copies_first)
+    def _extend_states(
+        self, request: AlignRequest, table: list[int], checkpoint: Checkpoint | None, start: int, end: int
+    ) -> None:
+        """Append null blocks for skipped columns, move scratch blocks left behind, then take new ones."""
+        size, num_scratch = self.config.mamba_block_size, self.config.num_scratch_blocks
+        running, owned, column = ceil_div(end, size) - 1, len(table), ceil_div(start, size) - 1
+        if request.producer and running > column:
+            # The chunk runs in another column: the tail's block stays as it is.
+            request.offers.append(BoundaryOffer(self.config.state_group, *request.producer))
+            request.producer = None
+        if request.is_allocated and start >= request.prefill_end and running > column:
+            # Decode across a block end: the worker puts the state at that end into the column below.
+            self._state_at[table[column]] = (column + 1) * size
+        reserved = checkpoint.column if checkpoint else running
+        spare = []
+        for left in range(owned - num_scratch, min(owned, running)) if request.is_allocated else ():
+            if left != reserved:
+                if not self.pool.is_writable(table[left]):
+                    raise InvariantError(f"scratch block {table[left]} of {request.request_id!r} is shared")
+                spare.append(table[left])
+                table[left] = NULL_BLOCK
+        for added in range(owned, running + 1 + num_scratch):
+            is_real = added >= running or added == reserved
+            block = NULL_BLOCK if not is_real else spare.pop(0) if spare else self._take(request, -1)
+            table.append(block)
+        self._state_at[table[running]] = end
+        if checkpoint:
+            self._state_at[table[checkpoint.column]] = checkpoint.position
 
     def _wanted_checkpoint(self, request: AlignRequest, start: int, end: int) -> Checkpoint | None:
         """The checkpoint to reserve. With retention 0 only the last chunk of a prefill has one."""
@@ -242,63 +244,18 @@ class AlignManager:
             return None
         return Checkpoint(position, checkpoint_column(end, config.mamba_block_size))
 
-    def _allocate_states(
-        self,
-        request: AlignRequest,
-        hit: AlignHit,
-        is_loaded: bool,
-        layout: _StateLayout,
-        start: int,
-        end: int,
-    ) -> None:
-        group, pool = self.config.state_group, self.pool
-        size = self.config.mamba_block_size
-        table = request.tables[group]
-        running = ceil_div(end, size) - 1
-        if not request.is_allocated and start:
-            table.extend([NULL_BLOCK] * ceil_div(start, size))
-            if is_loaded:
-                table[-1] = self._take(request, group)
-            elif layout.copies_first:
-                table[-1] = self._private_copy(request, group, hit.state_block)
-            else:
-                table[-1] = hit.state_block
-            self._state_at[table[-1]] = start
-        elif layout.copies_first:
-            self._move_own_tail(request, table[running])
-        elif request.producer and running >= ceil_div(start, size):
-            # The chunk runs in another column: the tail's block stays as it is.
-            request.offers.append(BoundaryOffer(group, *request.producer))
-            request.producer = None
-        if request.is_allocated and start >= request.prefill_end and running >= ceil_div(start, size):
-            # Decode across a block end: the worker puts the state at that end into the column below.
-            column = ceil_div(start, size) - 1
-            self._state_at[table[column]] = (column + 1) * size
-        table.extend([NULL_BLOCK] * (layout.num_columns - len(table)))
-        spare = [table[column] for column in layout.moved]
-        for column in layout.moved:
-            if not pool.is_writable(table[column]):
-                raise InvariantError(f"scratch block {table[column]} of {request.request_id!r} is shared")
-            table[column] = NULL_BLOCK
-        for column in layout.filled:
-            table[column] = spare.pop(0) if spare else self._take(request, group)
-        self._state_at[table[running]] = end
-        if layout.checkpoint:
-            self._state_at[table[layout.checkpoint.column]] = layout.checkpoint.position
-
-    def _move_own_tail(self, request: AlignRequest, block: int) -> None:
+    def _move_own_tail(self, request: AlignRequest) -> None:
         """Before the owner writes past its tail, the entry moves to a copy; the owner's table stays."""
         assert request.producer is not None
         group, pool = self.config.state_group, self.pool
-        copy = pool.allocate()
+        (block, boundary), copy = request.producer, pool.allocate()
         keys = pool.move_keys(block, copy)
         pool.touch(block)
         request.held += [block, copy]
         request.copies.append(BlockCopy(group, block, copy))
-        self._state_at[copy] = request.producer[1]
+        self._state_at[copy] = boundary
         self._note_written(request, keys)
-        if keys:
-            request.offers.append(BoundaryOffer(group, copy, request.producer[1]))
+        request.offers.append(BoundaryOffer(group, copy, boundary))
         request.producer = None
 
     def _private_copy(self, request: AlignRequest, group: int, source: int) -> int:
@@ -308,10 +265,6 @@ class AlignManager:
         request.held += [source, private]
         request.copies.append(BlockCopy(group, source, private))
         return private
-
-    def _append(self, request: AlignRequest, group: int, count: int) -> None:
-        for _ in range(count):
-            request.tables[group].append(self._take(request, group))
 
     def _take(self, request: AlignRequest, group: int) -> int:
         block = self.pool.allocate()
@@ -346,11 +299,8 @@ class AlignManager:
 
     def _cache_states(self, request: AlignRequest, registered: int, start: int, end: int) -> None:
         config, pool, group = self.config, self.pool, self.config.state_group
-        size, table, hashed = (
-            config.mamba_block_size,
-            request.tables[group],
-            len(request.hashes) * config.hash_block_size,
-        )
+        size, table = config.mamba_block_size, request.tables[group]
+        hashed = len(request.hashes) * config.hash_block_size
         written: list[tuple[int, int]] = []
         reserved = request.checkpoint.column if request.checkpoint else None
         for column in range(request.num_cached_columns[group], min(registered, hashed) // size):
@@ -390,7 +340,7 @@ class AlignManager:
             self.pool.remove_keys(block)
             return
         key = self._key(config.state_group, request.hashes, position)
-        if self.pool.primary_key(block) != key:
+        if self.pool.keys_of(block)[:1] != [key]:
             self.pool.cache_partial(block, key, replace_existing_hashes=True)
         written.append((block, position))
 
@@ -446,10 +396,8 @@ class AlignManager:
         self._release_step(request)
         for table in request.tables:
             self.pool.free(reversed(table))
-        request.tables, request.num_cached_columns, request.num_swept_columns = [], [], 0
-        request.is_allocated, request.num_computed_tokens, request.scheduled_end = False, 0, None
-        request.producer = None
-        request.offers = []
+        request.tables, request.offers, request.producer = [], [], None
+        request.num_computed_tokens, request.num_swept_columns, request.scheduled_end = 0, 0, None
 
     def _release_step(self, request: AlignRequest) -> None:
         self.pool.free(request.held)

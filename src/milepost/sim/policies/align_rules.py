@@ -104,6 +104,11 @@ class AlignConfig:
         return tuple(size * self.dcp for size in sizes if size is not None)
 
     @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """Tokens per block of every group, the state group last."""
+        return (*self.attention_group_tokens, self.mamba_block_size)
+
+    @property
     def state_group(self) -> int:
         """Index of the state group; attention groups come first."""
         return len(self.attention_group_tokens)
@@ -139,6 +144,17 @@ class AlignConfig:
         return get_mamba_prefill_checkpoint_position(
             num_tokens, unit, self.drop_eagle_block, self.num_hash_lookahead_tokens, proof_margin=True
         )
+
+    def hash_chain(self, tokens: Sequence[int], hashes: Sequence[bytes] = ()) -> list[bytes]:
+        """Hashes of all complete units; `hashes` are those of a prefix of `tokens`, already known.
+
+        Hash k commits to tokens [0, (k + 1) * hash_block_size + num_hash_lookahead_tokens).
+        """
+        chain, unit, ahead = list(hashes), self.hash_block_size, self.num_hash_lookahead_tokens
+        for begin in range(len(chain) * unit, len(tokens) - ahead - unit + 1, unit):
+            covered = array("q", tokens[begin : begin + unit + ahead]).tobytes()
+            chain.append(hashlib.sha256((chain[-1] if chain else b"root") + covered).digest())
+        return chain
 
     def exports(self, query_start: int, query_end: int, position: int) -> bool:
         return is_mamba_prefill_checkpoint_valid(
@@ -286,17 +302,3 @@ def align_chunk_ends(row: Mapping[str, Any]) -> list[ChunkEnd]:
         start += num_tokens
         ends.append(start if num_tokens else WAIT)
     return ends
-
-
-def extend_hash_chain(
-    hashes: list[bytes], tokens: Sequence[int], hash_block_size: int, num_lookahead_tokens: int
-) -> None:
-    """Append the hashes of all units that are complete, lookahead tokens included, to `hashes`.
-
-    Hash k commits to tokens [0, (k + 1) * hash_block_size + num_lookahead_tokens).
-    """
-    for unit in range(len(hashes), max(0, len(tokens) - num_lookahead_tokens) // hash_block_size):
-        begin = unit * hash_block_size
-        covered = array("q", tokens[begin : begin + hash_block_size + num_lookahead_tokens])
-        parent = hashes[-1] if hashes else b"root"
-        hashes.append(hashlib.sha256(parent + covered.tobytes()).digest())

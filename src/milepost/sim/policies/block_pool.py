@@ -1,4 +1,4 @@
-"""The block pool of the `align` policy: ids, keys, and the order in which free blocks are reused."""
+"""vLLM's block pool as a model: ids, keys, and the order in which free blocks are reused."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ NULL_BLOCK = 0
 
 
 class BlockKey(NamedTuple):
-    """What a block is found by: chain hash at the end of what it covers, and group.
-
-    `num_tokens`, the length of the prefix the hash commits to, is implied by the hash.
-    """
+    """Chain hash at the end of what a block covers, and group; the hash implies `num_tokens`."""
 
     digest: bytes
     group: int
@@ -25,27 +22,23 @@ class BlockKey(NamedTuple):
 
 
 class PoolEvent(NamedTuple):
-    kind: Literal["stored", "removed", "cleared"]
-    key: BlockKey | None
+    kind: Literal["stored", "removed"]
+    key: BlockKey
     block: int
 
 
 @dataclass(slots=True)
 class _Block:
     ref_count: int = 0
-    key: BlockKey | None = None
-    more_keys: list[BlockKey] = field(default_factory=list)
-
-    def keys(self) -> list[BlockKey]:
-        return [] if self.key is None else [self.key, *self.more_keys]
+    keys: list[BlockKey] = field(default_factory=list)  # the primary one first
 
 
 class BlockPool:
     """Blocks shared by all groups.
 
     Free blocks are reused in this order: unkeyed ones, last freed first; ids never used, ascending;
-    keyed ones, least recently freed first, losing their keys. One linked list gives upstream the
-    same order, because unkeyed blocks are always put at its front and keyed ones at its back.
+    keyed ones, least recently freed first, losing their keys. Upstream's one linked list gives the
+    same order, because unkeyed blocks always go to its front and keyed ones to its back.
     """
 
     def __init__(self, num_blocks: int | None, record_events: bool = False) -> None:
@@ -55,8 +48,7 @@ class BlockPool:
         self._unkeyed: list[int] = []
         self._next_unused = NULL_BLOCK + 1
         self._keyed: OrderedDict[int, None] = OrderedDict()
-        self._record_events = record_events
-        self._events: list[PoolEvent] = []
+        self._events: list[PoolEvent] | None = [] if record_events else None
         self.num_evicted_blocks = 0
 
     @property
@@ -68,6 +60,7 @@ class BlockPool:
         return self._num_blocks is None or count <= self._num_blocks - 1 - self.num_used
 
     def is_free(self, block: int) -> bool:
+        """Whether an entry lies in the queue, where a hit would take it from."""
         return block in self._keyed
 
     def keys(self) -> frozenset[BlockKey]:
@@ -75,14 +68,11 @@ class BlockPool:
 
     def keys_of(self, block: int) -> list[BlockKey]:
         """Keys of a block, the primary one first."""
-        return self._blocks[block].keys()
-
-    def primary_key(self, block: int) -> BlockKey | None:
-        return self._blocks[block].key
+        return list(self._blocks[block].keys)
 
     def is_writable(self, block: int) -> bool:
         """Whether its holder may overwrite it: held once and found by nobody."""
-        return block != NULL_BLOCK and self._blocks[block].ref_count == 1 and self._blocks[block].key is None
+        return block != NULL_BLOCK and self._blocks[block].ref_count == 1 and not self._blocks[block].keys
 
     def lookup(self, key: BlockKey) -> int | None:
         """Any block with that key; the earliest, where there are duplicates."""
@@ -100,7 +90,7 @@ class BlockPool:
             self._blocks[block] = _Block()
         else:
             block, _ = self._keyed.popitem(last=False)
-            self.num_evicted_blocks += self._blocks[block].key is not None
+            self.num_evicted_blocks += bool(self._blocks[block].keys)
             self.remove_keys(block)
         self._blocks[block].ref_count = 1
         return block
@@ -119,22 +109,20 @@ class BlockPool:
             if entry.ref_count < 1:
                 raise InvariantError(f"block {block} is freed twice")
             entry.ref_count -= 1
-            if entry.ref_count:
-                continue
-            if entry.key is None:
-                self._unkeyed.append(block)
-            else:
+            if entry.ref_count == 0 and entry.keys:
                 self._keyed[block] = None
+            elif entry.ref_count == 0:
+                self._unkeyed.append(block)
 
     def cache_full(self, block: int, key: BlockKey) -> None:
         """Key a block at its end. One that covered less is promoted and loses its earlier keys."""
-        entry = self._blocks[block]
-        if entry.key == key:
+        keys = self._blocks[block].keys
+        if keys[:1] == [key]:
             return
-        if entry.key is not None and entry.key.num_tokens >= key.num_tokens:
-            raise InvariantError(f"block {block} already covers {entry.key.num_tokens} tokens")
+        if keys and keys[0].num_tokens >= key.num_tokens:
+            raise InvariantError(f"block {block} already covers {keys[0].num_tokens} tokens")
         self.remove_keys(block)
-        self._set_primary(block, key)
+        self._add_key(block, key)
 
     def cache_partial(self, block: int, key: BlockKey, replace_existing_hashes: bool = False) -> None:
         """Key a block at a boundary inside it.
@@ -142,61 +130,37 @@ class BlockPool:
         A shorter primary key gives way; beside a longer one this becomes a further key. With
         `replace_existing_hashes` the contents are new, so that no earlier key may stay.
         """
-        if block == NULL_BLOCK:
-            return
-        entry = self._blocks[block]
-        if not replace_existing_hashes and key in entry.keys():
-            return
-        if replace_existing_hashes or (entry.key is not None and entry.key.num_tokens < key.num_tokens):
+        keys = self._blocks[block].keys if block != NULL_BLOCK else [key]
+        if replace_existing_hashes or (keys and keys[0].num_tokens < key.num_tokens):
             self.remove_keys(block)
-        if entry.key is None:
-            self._set_primary(block, key)
-        else:
-            entry.more_keys.append(key)
-            self._register(block, key)
+        if replace_existing_hashes or key not in keys:
+            self._add_key(block, key)
 
     def remove_keys(self, block: int) -> None:
         """Drop every key of a block; a block in the queue keeps its place."""
-        entry = self._blocks[block]
-        for key in entry.keys():
+        for key in self.keys_of(block):
             self._unregister(block, key)
             self._emit("removed", key, block)
-        entry.key, entry.more_keys = None, []
+        self._blocks[block].keys.clear()
 
     def move_keys(self, source: int, destination: int) -> list[BlockKey]:
         """Re-point all keys of `source` to an unkeyed copy of it, without events."""
-        entry, copy = self._blocks[source], self._blocks[destination]
-        moved = entry.keys()
+        moved = self.keys_of(source)
         for key in moved:
             self._unregister(source, key)
             self._by_key.setdefault(key, {})[destination] = None
-        copy.key, copy.more_keys = entry.key, entry.more_keys
-        entry.key, entry.more_keys = None, []
+        self._blocks[source].keys.clear()
+        self._blocks[destination].keys.extend(moved)
         return moved
 
-    def reset(self) -> bool:
-        """Forget every entry; refused (False) while a block is held."""
-        if self.num_used:
-            return False
-        for block in list(self._keyed):
-            self._unkeyed.append(block)
-        for entry in self._blocks.values():
-            entry.key, entry.more_keys = None, []
-        self._keyed.clear()
-        self._by_key.clear()
-        self._emit("cleared", None, NULL_BLOCK)
-        return True
-
     def take_events(self) -> list[PoolEvent]:
-        """Events since the last call; empty unless the pool records them."""
-        events, self._events = self._events, []
+        """Entries stored and removed since the last call; empty unless the pool records them."""
+        events = list(self._events or ())
+        self._events = None if self._events is None else []
         return events
 
-    def _set_primary(self, block: int, key: BlockKey) -> None:
-        self._blocks[block].key = key
-        self._register(block, key)
-
-    def _register(self, block: int, key: BlockKey) -> None:
+    def _add_key(self, block: int, key: BlockKey) -> None:
+        self._blocks[block].keys.append(key)
         self._by_key.setdefault(key, {})[block] = None
         self._emit("stored", key, block)
 
@@ -206,6 +170,6 @@ class BlockPool:
         if not holders:
             del self._by_key[key]
 
-    def _emit(self, kind: Literal["stored", "removed", "cleared"], key: BlockKey | None, block: int) -> None:
-        if self._record_events:
+    def _emit(self, kind: Literal["stored", "removed"], key: BlockKey, block: int) -> None:
+        if self._events is not None:
             self._events.append(PoolEvent(kind, key, block))
