@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.engine.tiny_tokenizer import SETTINGS, spec
 
 from milepost.engine.detokenizer import IncrementalDetokenizer
 from milepost.engine.tokenizer import Tokenizer
-from tests.engine.tiny_tokenizer import SETTINGS, spec
 
 TOKENIZER = Tokenizer(spec(), SETTINGS)
 # Single bytes are over-represented so that broken and incomplete code points are common.

@@ -7,10 +7,6 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer as Oracle
-
-from milepost.engine.tokenizer import Tokenizer, byte_alphabet
-from milepost.errors import CheckpointFileError
 from tests.engine.tiny_tokenizer import (
     NOT_SPECIAL,
     SETTINGS,
@@ -19,6 +15,10 @@ from tests.engine.tiny_tokenizer import (
     tokenizer_spec,
     write_model_directory,
 )
+from tokenizers import Tokenizer as Oracle
+
+from milepost.engine.tokenizer import Tokenizer, byte_alphabet
+from milepost.errors import CheckpointFileError
 
 TOKENIZER = Tokenizer(spec(), SETTINGS)
 ORACLE = Oracle.from_str(tokenizer_spec())

@@ -8,6 +8,8 @@ an error, takes no more, and says so in `failure`.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import itertools
 import logging
 import threading
@@ -42,7 +44,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 request_log = logging.getLogger("milepost.request")
 
-MAX_FAILED_STEPS_IN_A_ROW = 3
+MAX_FAILED_STEPS_IN_A_ROW = 5
 STATS_INTERVAL_SECONDS = 0.1
 IDLE_STEP_WAIT_SECONDS = 0.002
 """Pause after a plan without work while requests are unfinished; new messages end it at once."""
@@ -73,6 +75,11 @@ class _Message:
 
 def _nothing() -> None:
     """An abort that comes too late."""
+
+
+def _frozen(stats: CoreStats) -> CoreStats:
+    """The core's counters live on; other threads read a copy."""
+    return dataclasses.replace(stats, counters=copy.deepcopy(stats.counters))
 
 
 class Engine:
@@ -106,7 +113,7 @@ class Engine:
         self._answers: dict[int, Answer] = {}
         self._flushes: list[Callable[[], None]] = []
         self._failed_steps = 0
-        self._stats = scheduler.stats()
+        self._stats = _frozen(scheduler.stats())
         self._stats_at = clock()
         self._needs_flush_step = False
         self.failure: str | None = None
@@ -144,7 +151,7 @@ class Engine:
 
     def fresh_stats(self) -> Future[CoreStats]:
         """Counters as of the end of the current step."""
-        return self._call(self._scheduler.stats)
+        return self._call(lambda: _frozen(self._scheduler.stats()))
 
     def stats(self) -> CoreStats:
         """The last snapshot, at most a tenth of a second old while the engine works; never waits."""
@@ -258,11 +265,12 @@ class Engine:
             self._failed_steps += 1
             log.exception("step %d failed in the worker; its requests end with an error", plan.step_id)
             return StepResult(plan.step_id, [], f"{type(error).__name__}: {error}")
-        self._failed_steps = 0 if result.error is None else self._failed_steps + 1
+        if plan.chunks:
+            self._failed_steps = 0
         return result
 
     def _take_stats(self) -> None:
-        self._stats = self._scheduler.stats()
+        self._stats = _frozen(self._scheduler.stats())
         self._stats_at = self._clock()
 
     def _add(self, request_id: int, request: GenerationRequest, sink: Sink, submitted_at: float) -> None:

@@ -13,7 +13,7 @@ from milepost.errors import MilepostError
 
 
 class EngineError(MilepostError):
-    """The engine could not finish a request, or does not run any more: the server's fault, not the caller's."""
+    """The engine could not finish a request, or has stopped: the server's fault, not the caller's."""
 
 
 @dataclass(slots=True)

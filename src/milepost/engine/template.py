@@ -137,6 +137,6 @@ class ChatTemplates:
                 return self._templates[name]
         raise RequestError(
             "messages",
-            "this model has no chat template; use /v1/completions, or add chat_template.jinja to its directory",
+            "this model has no chat template; use /v1/completions, or add chat_template.jinja to the model",
             code="no_chat_template",
         )

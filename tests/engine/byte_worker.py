@@ -1,0 +1,190 @@
+"""A worker without tensors: a page holds its tokens, a state holds every token it has read.
+
+Executing a chunk checks that the state and the pages agree, so a wrong reuse fails loudly. What it
+"predicts" is either a script taken from the prompt or pseudo-random numbers over the whole context:
+
+* `{{text}}` in the prompt: the answer is `text`, then the end-of-answer token;
+* `{{bytes:text}}`: the same, one byte per token, so that code points and stop strings span tokens;
+* anything else: scores drawn from a hash of all tokens so far.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import re
+import threading
+import time
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from milepost.core.geometry import AttentionGroupSpec, CacheGeometry, RecurrentGroupSpec
+from milepost.core.plan import (
+    ZERO_STATE,
+    ChunkPlan,
+    ChunkResult,
+    SampledToken,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+)
+from milepost.engine.tokenizer import Tokenizer
+from milepost.errors import WorkerError
+
+SCRIPT = re.compile(r"\{\{(bytes:)?(.*?)\}\}", re.DOTALL)
+SCRIPT_SCORE = 30.0
+
+
+def small_geometry(match_unit: int = 16) -> CacheGeometry:
+    """One attention group, one recurrent group; a page and a state are 4 KiB records each."""
+    return CacheGeometry(match_unit, (AttentionGroupSpec("mla", 64),), (RecurrentGroupSpec("kda", 4096),))
+
+
+@dataclass
+class _Live:
+    sampling: SamplingParams
+    num_prompt_tokens: int
+    table: list[int]
+
+
+class ByteWorker:
+    """Implements `core.ports.Worker`.
+
+    Attributes:
+        fail_next: this many of the next steps with chunks raise.
+        num_computed: prompt and output rows over all steps.
+        gate: cleared = steps wait, so that a test can act in the middle of a request.
+    """
+
+    def __init__(
+        self, geometry: CacheGeometry, tokenizer: Tokenizer, *, seconds_per_step: float = 0.0
+    ) -> None:
+        self.match_unit = geometry.match_unit
+        self.tokenizer = tokenizer
+        self.vocab_size = tokenizer.vocab_size
+        self.seconds_per_step = 0.0
+        self.fail_next = 0
+        self.num_computed = 0
+        self.num_steps = 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self.closed = False
+        self.live: dict[int, _Live] = {}
+        self._pages: dict[int, dict[int, int]] = {}
+        self._slots: dict[int, array[int]] = {}
+        self._byte_ids = {}
+        for token_id in range(self.vocab_size):
+            data = tokenizer.token_bytes(token_id)
+            if len(data) == 1 and not tokenizer.is_special(token_id):
+                self._byte_ids[data[0]] = token_id
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if plan.chunks:
+            self.gate.wait(30)
+            if self.seconds_per_step:
+                time.sleep(self.seconds_per_step)
+            if self.fail_next:
+                self.fail_next -= 1
+                raise WorkerError("planted failure")
+        self.num_steps += 1
+        for request_id in plan.finished:
+            self.live.pop(request_id, None)
+        for started in plan.started:
+            (table,) = started.page_tables
+            self.live[started.request_id] = _Live(started.sampling, started.num_prompt_tokens, list(table))
+        for copy in plan.copies:
+            self._slots[copy.destination_slot] = self._slots[copy.source_slot]
+        initial = [self._initial(chunk) for chunk in plan.chunks]
+        results = [self._run(chunk, state) for chunk, state in zip(plan.chunks, initial, strict=True)]
+        return StepResult(plan.step_id, results)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _initial(self, chunk: ChunkPlan) -> array[int]:
+        (slot,) = chunk.initial_slots
+        state = array("I") if slot == ZERO_STATE else self._slots[slot]
+        assert len(state) == chunk.start, f"state of {len(state)} tokens read at {chunk.start}"
+        return state
+
+    def _run(self, chunk: ChunkPlan, before: array[int]) -> ChunkResult:
+        live = self.live[chunk.request_id]
+        for group, unit, page in chunk.replaced_pages:
+            assert group == 0
+            live.table[unit] = page
+        live.table.extend(chunk.new_pages[0])
+        after = before + array("I", chunk.tokens)
+        assert len(after) == chunk.end
+        for position in range(chunk.start, chunk.end):
+            page = self._pages.setdefault(live.table[position // self.match_unit], {})
+            page[position % self.match_unit] = after[position]
+        seen = [
+            self._pages[live.table[position // self.match_unit]][position % self.match_unit]
+            for position in range(chunk.end)
+        ]
+        assert seen == after.tolist(), "pages and state disagree"
+        for export in chunk.exports:
+            self._slots[export.slots[0]] = after[: export.position]
+        self._slots[chunk.running_slots[0]] = after
+        self.num_computed += chunk.end - chunk.start
+        sampled = [self._sample(live, after, chunk.output_position)] if chunk.num_samples else []
+        return ChunkResult(
+            chunk.request_id, chunk.end, [export.position for export in chunk.exports], sampled
+        )
+
+    # ---------------------------------------------------------------- the "model"
+
+    def _scores(self, tokens: array[int], num_prompt_tokens: int) -> list[float]:
+        seed = hashlib.sha256(tokens.tobytes()).digest()
+        draw = random.Random(seed).random
+        scores = [4.0 * draw() for _ in range(self.vocab_size)]
+        for token in self.tokenizer.control_tokens:
+            scores[token.token_id] = -10.0
+        script = self._script(tokens[:num_prompt_tokens])
+        done = len(tokens) - num_prompt_tokens
+        if script is not None and done < len(script):
+            scores[script[done]] = SCRIPT_SCORE
+        return scores
+
+    def _script(self, prompt: Sequence[int]) -> list[int] | None:
+        found = SCRIPT.findall(self.tokenizer.decode(prompt))
+        if not found:
+            return None
+        one_byte_each, text = found[-1]
+        ids = (
+            [self._byte_ids[byte] for byte in text.encode()] if one_byte_each else self.tokenizer.encode(text)
+        )
+        return [*ids, self.tokenizer.eos_token_ids[0]]
+
+    def _sample(self, live: _Live, tokens: array[int], output_position: int) -> SampledToken:
+        params = live.sampling
+        raw = self._scores(tokens, live.num_prompt_tokens)
+        scores = list(raw)
+        counts = Counter(tokens[live.num_prompt_tokens :])
+        for token_id, count in counts.items():
+            scores[token_id] -= params.frequency_penalty * count + params.presence_penalty
+        for token_id, bias in params.logit_bias.items():
+            scores[token_id] += bias
+        if output_position < params.min_tokens:
+            for token_id in params.stop_token_ids:
+                scores[token_id] = -math.inf
+        if params.temperature > 0:
+            key = f"{params.seed}/{params.choice_index}/{output_position}"
+            noise = random.Random(hashlib.sha256(key.encode()).digest())
+            order = sorted(range(self.vocab_size), key=lambda i: -scores[i])
+            allowed = set(order[: params.top_k] if params.top_k else order)
+            scores = [
+                score / params.temperature - math.log(-math.log(noise.random()))
+                if i in allowed
+                else -math.inf
+                for i, score in enumerate(scores)
+            ]
+        token_id = max(range(self.vocab_size), key=lambda i: (scores[i], -i))
+        if params.num_logprobs is None:
+            return SampledToken(token_id)
+        total = math.log(sum(math.exp(score) for score in raw))
+        best = sorted(range(self.vocab_size), key=lambda i: -raw[i])[: params.num_logprobs]
+        return SampledToken(token_id, raw[token_id] - total, [(i, raw[i] - total) for i in best])
