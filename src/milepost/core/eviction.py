@@ -54,6 +54,10 @@ class Evictor:
         while self.evict_one(0.0):
             pass
 
+    def give_up_state(self, node: Node) -> None:
+        """Free the checkpoint of a node whose only lease does not need it; its pages stay."""
+        self._free_state(node, "merge")
+
     def thin(self, node: Node, reason: str, num_hits: int) -> None:
         """Free one checkpoint whose place has become unimportant, if nobody stands on it and it was
         never hit (its hits are still the `num_hits` it was created with)."""

@@ -133,6 +133,8 @@ class PrefixCache:
             pages = taken.new_pages[group.index]
             for _ in range(missing):
                 page = self._acquire(group.index, now, taken)
+                if page is None and self._give_up_passed_state(lease):
+                    page = self._acquire(group.index, now, taken)
                 if page is None:
                     self.rollback(lease, taken)
                     return None
@@ -179,6 +181,15 @@ class PrefixCache:
             slots = self.tree.detach_state(tip)
             self.counters.evictions["reclaim", taken.reclaimed_reason] += 1
         taken.running = slots
+        return True
+
+    def _give_up_passed_state(self, lease: Lease) -> bool:
+        """Free the checkpoint that `lease` left behind at its tip, which its own pin protects. Without
+        this a request that fits alone could wait for ever for the bytes of its own checkpoint."""
+        tip = lease.tip
+        if lease.running is None or tip.states is None or tip.pins != 1:
+            return False
+        self.evictor.give_up_state(tip)
         return True
 
     def _acquire_slots(self, taken: Reservation, now: float, *, may_evict: bool) -> list[int] | None:
