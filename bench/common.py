@@ -107,7 +107,8 @@ def print_machine(calibration: float) -> None:
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Numbers right-aligned; floats with as many digits as their size needs."""
-    table = Table(title=title, title_justify="left")
+    console.print(f"\n{title}", highlight=False)
+    table = Table()
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right")
     for row in rows:

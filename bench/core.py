@@ -13,18 +13,19 @@ import gc
 import sys
 import time
 from array import array
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common import (
     REPETITIONS,
     RESULTS,
-    best_ms,
     calibration_ms,
     console,
     median,
     print_machine,
     print_table,
+    times_ms,
     write_json,
 )
 
@@ -40,8 +41,9 @@ from milepost.core.units import ceil_div, floor_to
 MATCH_UNIT = 32
 STEP_BOUND_MS = 1.78
 """A fifth of 8.9 ms, which vLLM 0.33 took for 256 decoding requests on a machine of this kind."""
-GROWTH_BOUND = 1.25
-"""Cost per token at the largest size over cost per token at the smallest; 1 = exactly linear."""
+GROWTH_BOUND = 2.0
+"""Cost per token at the largest size over cost per token at the smallest, sixteen times shorter. 1 is
+linear; fresh memory and CPU caches add some tens of percent, a quadratic step would make it 16."""
 
 
 def geometry() -> CacheGeometry:
@@ -151,48 +153,64 @@ class PromptCost:
     warm_ms: float
 
 
-def measure_prompt(num_tokens: int, repetitions: int) -> PromptCost:
-    """Milliseconds for one prompt: its keys; lookup and reservation if nothing is cached; the same
-    if all of it is cached up to the last unit."""
-    sizes = geometry()
-    cache = PrefixCache(
-        sizes, CacheConfig(cache_bytes=3 * sizes.request_bytes(num_tokens), match_unit=MATCH_UNIT)
-    )
-    tokens = prompt(0, num_tokens)
-    domain = CacheDomain()
-    num_units = ceil_div(num_tokens, MATCH_UNIT) - 1
+class CachedPrompt:
+    """One prompt and a cache that holds nothing of it, or after `fill` all of it up to the last unit."""
 
-    def hash_all() -> KeyChain:
-        chain = KeyChain(tokens, domain, MATCH_UNIT)
-        chain.extend(num_units)
+    def __init__(self, num_tokens: int) -> None:
+        sizes = geometry()
+        budget = 3 * sizes.request_bytes(num_tokens)
+        self.cache = PrefixCache(sizes, CacheConfig(cache_bytes=budget, match_unit=MATCH_UNIT))
+        self.num_tokens = num_tokens
+        self.tokens = prompt(0, num_tokens)
+        self.chain = self.hash_all()
+
+    def hash_all(self) -> KeyChain:
+        chain = KeyChain(self.tokens, CacheDomain(), MATCH_UNIT)
+        chain.extend(ceil_div(self.num_tokens, MATCH_UNIT) - 1)
         return chain
 
-    chain = hash_all()
-
-    def look_up_and_reserve() -> int:
-        match = cache.match(chain, num_tokens)
-        lease = cache.open(match, chain, 1.0)
-        reservation = cache.reserve(lease, num_tokens, [], 1.0)
+    def look_up_and_reserve(self) -> int:
+        """Tokens found. What was reserved is given back, so that a repetition finds the same."""
+        match = self.cache.match(self.chain, self.num_tokens)
+        lease = self.cache.open(match, self.chain, 1.0)
+        reservation = self.cache.reserve(lease, self.num_tokens, [], 1.0)
         if reservation is None:
             raise RuntimeError("the budget does not hold the prompt")
-        cache.rollback(lease, reservation)
-        cache.release(lease, None, 1.0)
+        self.cache.rollback(lease, reservation)
+        self.cache.release(lease, None, 1.0)
         return match.position
 
-    cold_ms = best_ms(look_up_and_reserve, repetitions)
-    lease = cache.open(cache.match(chain, num_tokens), chain, 0.0)
-    boundary = floor_to(num_tokens - 1, MATCH_UNIT)
-    reservation = cache.reserve(lease, num_tokens, [(boundary, "tail")], 0.0)
-    if reservation is None:
-        raise RuntimeError("the budget does not hold the prompt")
-    cache.confirm(lease, reservation)
-    cache.publish(lease, num_tokens, [boundary], None, 0.0)
-    cache.release(lease, None, 0.0)
-    if look_up_and_reserve() != boundary:
-        raise RuntimeError("the second lookup did not hit")
-    return PromptCost(
-        num_tokens, best_ms(hash_all, repetitions), cold_ms, best_ms(look_up_and_reserve, repetitions)
-    )
+    def fill(self) -> None:
+        """As if a request had processed the prompt and kept its `tail` checkpoint."""
+        lease = self.cache.open(self.cache.match(self.chain, self.num_tokens), self.chain, 0.0)
+        boundary = floor_to(self.num_tokens - 1, MATCH_UNIT)
+        reservation = self.cache.reserve(lease, self.num_tokens, [(boundary, "tail")], 0.0)
+        if reservation is None:
+            raise RuntimeError("the budget does not hold the prompt")
+        self.cache.confirm(lease, reservation)
+        self.cache.publish(lease, self.num_tokens, [boundary], None, 0.0)
+        self.cache.release(lease, None, 0.0)
+        if self.look_up_and_reserve() != boundary:
+            raise RuntimeError("the second lookup did not hit")
+
+
+def best_of_each(functions: list[Callable[[], object]], repetitions: int) -> list[float]:
+    """Best milliseconds of each function. The sizes take turns, so that a slow moment of the machine
+    does not fall on one of them alone."""
+    rounds = [[times_ms(function, 1)[0] for function in functions] for _ in range(repetitions)]
+    return [min(column) for column in zip(*rounds, strict=True)]
+
+
+def measure_prompts(sizes: list[int], repetitions: int) -> list[PromptCost]:
+    """Milliseconds per prompt: its keys; lookup and reservation if nothing of it is cached; the same if
+    all of it is cached up to the last unit."""
+    prompts = [CachedPrompt(size) for size in sizes]
+    hashing = best_of_each([entry.hash_all for entry in prompts], repetitions)
+    cold = best_of_each([entry.look_up_and_reserve for entry in prompts], repetitions)
+    for entry in prompts:
+        entry.fill()
+    warm = best_of_each([entry.look_up_and_reserve for entry in prompts], repetitions)
+    return [PromptCost(*values) for values in zip(sizes, hashing, cold, warm, strict=True)]
 
 
 def growth(costs: list[PromptCost], name: str) -> float:
@@ -229,7 +247,7 @@ def main() -> int:
     )
 
     sizes = [options.max_tokens >> shift for shift in (4, 3, 2, 1, 0)]
-    costs = [measure_prompt(size, options.repetitions) for size in sizes]
+    costs = measure_prompts(sizes, options.repetitions)
     print_table(
         f"One prompt, match unit {MATCH_UNIT}: milliseconds, best of {options.repetitions}",
         ["tokens", "hashing", "lookup + reservation, cold", "lookup + reservation, cached"],
