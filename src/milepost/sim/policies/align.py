@@ -33,19 +33,8 @@ from milepost.sim.policies.align_rules import (
 )
 from milepost.sim.policies.block_pool import BlockKey
 
-__all__ = [
-    "DENSE",
-    "WAIT",
-    "AlignConfig",
-    "AlignHit",
-    "AlignPolicy",
-    "Chunk",
-    "align_chunk_ends",
-    "align_split",
-    "mtp_reserve",
-    "proof_margin",
-    "replay_boundaries",
-]
+__all__ = ["DENSE", "WAIT", "AlignConfig", "AlignHit", "AlignPolicy", "Chunk"]
+__all__ += ["align_chunk_ends", "align_split", "mtp_reserve", "proof_margin", "replay_boundaries"]
 
 WaitReason = Literal["budget", "same_step", "blocks"]
 
@@ -60,14 +49,11 @@ class AlignPolicy:
     def __init__(self, config: AlignConfig, record_events: bool = False) -> None:
         self.config = config
         self.manager = AlignManager(config, record_events)
-        self.wait_reason: WaitReason | None = None
-        """Why the last `schedule` answered WAIT."""
+        self.wait_reason: WaitReason | None = None  # of the last `schedule`
         self.num_preemptions = 0
         self._requests: dict[Hashable, AlignRequest] = {}
         self._waiting: list[AlignRequest] = []
         self._running: list[AlignRequest] = []
-
-    # ------------------------------------------------------------------------------ questions
 
     def lookup(self, tokens: Sequence[int]) -> AlignHit:
         """What a request with this prompt would hit now."""
@@ -88,26 +74,23 @@ class AlignPolicy:
         """The live request: tables, copies and new blocks of the chunk in flight."""
         return self._requests[request_id]
 
-    # ------------------------------------------------------------------------------ one request
-
     def admit(self, request_id: Hashable, tokens: Sequence[int], num_external_tokens: int = 0) -> AlignHit:
-        """Queue a request; returns what it hits now. The hit is looked up again when it is scheduled.
+        """Queue a request; returns what it hits now (looked up again when it is scheduled).
 
-        Args:
-            num_external_tokens: tokens a connector offers beyond the local hit rounded down to the
-                scheduler block; they are loaded with the first chunk.
-
-        Raises:
-            ValueError: for a request id in use, an empty prompt, or more external tokens than fit.
+        `num_external_tokens` is what a connector offers beyond the hit rounded down to the scheduler
+        block, loaded with the first chunk. ValueError: id in use, no tokens, nothing left to compute.
         """
         if request_id in self._requests:
             raise ValueError(f"request_id {request_id!r} is already admitted")
         if not tokens:
             raise ValueError("tokens must not be empty")
-        request = AlignRequest(request_id, list(tokens), len(tokens), num_external_tokens)
+        request = AlignRequest(request_id, list(tokens), len(tokens))
         request.hashes = self.config.hash_chain(tokens)
         hit = self.manager.find_hit(request.hashes, len(tokens))
-        if num_external_tokens and self._start(request, hit)[1] >= len(tokens):
+        if num_external_tokens:
+            whole = floor_to(hit.num_tokens, self.config.scheduler_block_size)
+            request.num_loadable_tokens = whole + num_external_tokens
+        if request.num_loadable_tokens >= len(tokens):
             raise ValueError("num_external_tokens must leave the last token to compute")
         self._requests[request_id] = request
         self._waiting.append(request)
@@ -120,14 +103,9 @@ class AlignPolicy:
         request.hashes = self.config.hash_chain(request.tokens, request.hashes)
 
     def schedule(self, request_id: Hashable, budget: int, *, chunk_end: int | None = None) -> ChunkEnd:
-        """Decide, allocate and key the next chunk of a request; `commit` it before the next.
+        """Decide, allocate and key a request's next chunk: its end, or WAIT and a `wait_reason`.
 
-        Args:
-            budget: tokens left in this step.
-            chunk_end: cut here whatever the rules say, to see what they prevent.
-
-        Returns:
-            The end of the chunk, or WAIT; `wait_reason` then says why.
+        `budget` is the tokens left in this step; `chunk_end` cuts there whatever the rules say.
         """
         request = self._requests[request_id]
         self.wait_reason = None
@@ -167,12 +145,10 @@ class AlignPolicy:
     def finish(self, request_id: Hashable) -> BoundaryOffer | None:
         """End a request. One that stands on its own tail still offers that state."""
         request = self._requests[request_id]
-        offer = None
-        if request.producer and request.scheduled_end is None:
-            if request.producer[1] == request.num_computed_tokens:
-                offer = BoundaryOffer(self.config.state_group, *request.producer)
+        block, boundary = request.producer or (0, -1)
+        is_idle_there = request.scheduled_end is None and request.num_computed_tokens == boundary
         self._forget(request)
-        return offer
+        return BoundaryOffer(self.config.state_group, block, boundary) if is_idle_there else None
 
     def abort(self, request_id: Hashable) -> None:
         """End a request; a chunk in flight still runs, so its entries stay, as upstream."""
@@ -185,8 +161,6 @@ class AlignPolicy:
         self._running.remove(request)
         self._waiting.insert(0, request)
         self.num_preemptions += 1
-
-    # ------------------------------------------------------------------------------ the engine
 
     def step(self, budget: int | None = None) -> list[Chunk]:
         """One step of upstream's scheduler: running requests first, then admission in order.
@@ -214,8 +188,6 @@ class AlignPolicy:
             index += 1
         return chunks
 
-    # ------------------------------------------------------------------------------ inside
-
     def _split(self, request: AlignRequest, start: int, budget: int) -> int:
         config = self.config
         num_unfinished = sum(r.num_computed_tokens < len(r.tokens) for r in self._requests.values())
@@ -242,16 +214,12 @@ class AlignPolicy:
 
     def _start(self, request: AlignRequest, hit: AlignHit) -> tuple[AlignHit, int]:
         """Local hit in use and first token to compute: a load wins over a local tail it exceeds."""
-        config = self.config
-        whole = floor_to(hit.num_tokens, config.scheduler_block_size)
-        loaded = whole + request.num_external_tokens
+        loaded, sizes = request.num_loadable_tokens, self.config.attention_group_tokens
         if loaded <= hit.num_tokens:
             return hit, hit.num_tokens
-        blocks = tuple(
-            found[: whole // size]
-            for found, size in zip(hit.attention_blocks, config.attention_group_tokens, strict=True)
-        )
-        return AlignHit(whole, hit.junction, blocks, 0), loaded
+        whole = floor_to(hit.num_tokens, self.config.scheduler_block_size)
+        blocks = (found[: whole // size] for found, size in zip(hit.attention_blocks, sizes, strict=True))
+        return AlignHit(whole, hit.junction, tuple(blocks), 0), loaded
 
     def _forget(self, request: AlignRequest) -> None:
         self.manager.release(request)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from milepost.core.units import ceil_div, floor_to
 from milepost.errors import InvariantError
-from milepost.sim.policies.align_rules import AlignConfig, checkpoint_column, proof_margin, replay_boundaries
+from milepost.sim.policies.align_rules import AlignConfig, proof_margin, replay_boundaries
 from milepost.sim.policies.block_pool import NULL_BLOCK, BlockKey, BlockPool
 
 
@@ -29,25 +29,19 @@ class AlignHit:
     state_block: int
 
 
-class BlockCopy(NamedTuple):
-    """Copy-on-write for the worker, run before the forward of the step."""
-
+class BlockCopy(NamedTuple):  # copy-on-write, run before the forward of the step
     group: int
     source: int
     destination: int
 
 
-class BoundaryOffer(NamedTuple):
-    """A state a connector may store: the exact block, and the boundary whose state it holds."""
-
+class BoundaryOffer(NamedTuple):  # a state a connector may store: exact block and boundary
     group: int
     block: int
     num_tokens: int
 
 
-class Checkpoint(NamedTuple):
-    """An internal checkpoint reserved for the chunk in flight."""
-
+class Checkpoint(NamedTuple):  # reserved for the chunk in flight
     position: int
     column: int
 
@@ -59,7 +53,7 @@ class AlignRequest:
     request_id: Hashable
     tokens: list[int]
     num_prompt_tokens: int
-    num_external_tokens: int = 0
+    num_loadable_tokens: int = 0  # prefix a connector can bring
     hashes: list[bytes] = field(default_factory=list)
     junction: int | None = None
     num_computed_tokens: int = 0
@@ -71,8 +65,7 @@ class AlignRequest:
     # A tail inside a block: (block, boundary). The entry moves before the owner overwrites the block.
     producer: tuple[int, int] | None = None
     offers: list[BoundaryOffer] = field(default_factory=list)
-    # Of the chunk in flight:
-    checkpoint: Checkpoint | None = None
+    checkpoint: Checkpoint | None = None  # this and the rest: of the chunk in flight
     held: list[int] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     new_blocks: list[list[int]] = field(default_factory=list)
@@ -95,8 +88,6 @@ class AlignManager:
         # Position whose state a block holds once the chunk in flight has run.
         self._state_at: dict[int, int] = {}
 
-    # ------------------------------------------------------------------------------ lookup
-
     def find_hit(self, hashes: list[bytes], num_tokens: int) -> AlignHit:
         """Joint hit of a prompt of `num_tokens`, its last token excluded. No side effects.
 
@@ -104,18 +95,17 @@ class AlignManager:
         """
         config = self.config
         length = longest = max(0, num_tokens - 1)
-        matches = []
+        blocks = []
         for group in range(config.state_group):
-            match = self.find_attention(group, hashes, length)
-            length = min(length, match[0])
+            matched, found = self.find_attention(group, hashes, length)
+            length = min(length, matched)
             longest = length if group == 0 else longest
-            matches.append(match[1])
+            blocks.append(found)
         length, state_block = self._find_state(hashes, length)
-        blocks = tuple(
-            tuple(found[: ceil_div(length, size)])
-            for found, size in zip(matches, config.attention_group_tokens, strict=True)
+        cut = (
+            tuple(b[: ceil_div(length, size)]) for b, size in zip(blocks, config.group_sizes, strict=False)
         )
-        return AlignHit(length, longest if longest > length else None, blocks, state_block)
+        return AlignHit(length, longest if longest > length else None, tuple(cut), state_block)
 
     def find_attention(self, group: int, hashes: list[bytes], max_tokens: int) -> tuple[int, list[int]]:
         """Longest prefix of one attention group: tokens after the drop, and their blocks."""
@@ -159,8 +149,6 @@ class AlignManager:
         key = self._key(self.config.state_group, hashes, hit.num_tokens) if hit.num_tokens else None
         return key not in self.cached_this_step
 
-    # ------------------------------------------------------------------------------ allocation
-
     def allocate(self, request: AlignRequest, hit: AlignHit, start: int, end: int) -> bool:
         """Blocks for the chunk [start, end); False, and nothing changed, where the pool is too full.
 
@@ -191,12 +179,12 @@ class AlignManager:
         request.new_blocks = [[] for _ in sizes]
         for group in copied:
             tables[group][-1] = self._private_copy(request, group, tables[group][-1])
-        if is_first and start > local:
-            tables[states][-1] = self._take(request, states)
-        if is_first and start:
-            self._state_at[tables[states][-1]] = start
         if is_first:
             request.num_cached_columns = [local // size for size in sizes]
+            if start > local:
+                tables[states][-1] = self._take(request, states)
+            if start:
+                self._state_at[tables[states][-1]] = start
         for group in range(states):
             tables[group] += [self._take(request, group) for _ in range(growth[group])]
         if is_past_own_tail:
@@ -237,12 +225,11 @@ class AlignManager:
     def _wanted_checkpoint(self, request: AlignRequest, start: int, end: int) -> Checkpoint | None:
         """The checkpoint to reserve. With retention 0 only the last chunk of a prefill has one."""
         config = self.config
-        if config.retention_interval == 0 and end < request.prefill_end:
-            return None
         position = config.checkpoint_position(end, config.hit_alignment)
-        if not config.exports(start, end, position):
+        is_too_early = config.retention_interval == 0 and end < request.prefill_end
+        if is_too_early or not config.exports(start, end, position):
             return None
-        return Checkpoint(position, checkpoint_column(end, config.mamba_block_size))
+        return Checkpoint(position, ceil_div(end, config.mamba_block_size) - 2)
 
     def _move_own_tail(self, request: AlignRequest) -> None:
         """Before the owner writes past its tail, the entry moves to a copy; the owner's table stays."""
@@ -270,8 +257,6 @@ class AlignManager:
         block = self.pool.allocate()
         request.new_blocks[group].append(block)
         return block
-
-    # ------------------------------------------------------------------------------ keying
 
     def cache(self, request: AlignRequest, start: int, end: int) -> None:
         """Key what the chunk [start, end) will have written, as upstream does: when it is scheduled."""
@@ -329,8 +314,7 @@ class AlignManager:
     def _publish(self, request: AlignRequest, checkpoint: Checkpoint, written: list[tuple[int, int]]) -> None:
         """Key the reserved block at the position it was written for, or not at all."""
         config, (position, column) = self.config, checkpoint
-        block = request.tables[-1][column]
-        size = config.mamba_block_size
+        block, size = request.tables[-1][column], config.mamba_block_size
         is_wanted = (
             position == config.checkpoint_position(request.num_prompt_tokens, config.hit_alignment)
             or (position % size == 0 and self._is_retained(request, position // size - 1))
@@ -347,9 +331,7 @@ class AlignManager:
     def _is_tail(self, request: AlignRequest, start: int, end: int) -> bool:
         """Whether a chunk end is a state worth an entry of its own: the prompt's tail, or a junction."""
         unit = self.config.hash_block_size
-        if end % unit:
-            return False
-        is_junction = self.config.is_junction_exact and request.junction == end > start
+        is_junction = self.config.is_junction_exact and request.junction == end > start and end % unit == 0
         return is_junction or end == self.config.checkpoint_position(request.num_prompt_tokens, unit)
 
     def _is_retained(self, request: AlignRequest, column: int) -> bool:
@@ -357,12 +339,11 @@ class AlignManager:
         config, size, interval = self.config, self.config.mamba_block_size, self.config.retention_interval
         if interval is None or (interval and (column + 1) * size % interval == 0):
             return True
-        reachable = replay_boundaries(
-            request.num_prompt_tokens, config.scheduler_block_size, config.drop_eagle_block
-        )
+        block, drop = config.scheduler_block_size, config.drop_eagle_block
+        reachable = replay_boundaries(request.num_prompt_tokens, block, drop)
         if request.junction is not None:
             reachable.append(request.junction)
-            if config.drop_eagle_block and config.eagle_flags_all_groups:
+            if drop and config.eagle_flags_all_groups:
                 reachable.append(request.junction - size)
         return any(floor_to(p, config.hit_alignment) // size - 1 == column for p in reachable)
 
@@ -372,8 +353,6 @@ class AlignManager:
 
     def _key(self, group: int, hashes: list[bytes], num_tokens: int) -> BlockKey:
         return BlockKey(hashes[num_tokens // self.config.hash_block_size - 1], group, num_tokens)
-
-    # ------------------------------------------------------------------------------ end of step
 
     def commit(self, request: AlignRequest) -> None:
         """The chunk in flight has run: its states exist and its copies are done."""
@@ -405,14 +384,9 @@ class AlignManager:
         request.held, request.copies, request.new_keys, request.checkpoint = [], [], [], None
 
     def audit(self) -> None:
-        """Check that every state entry names a block that holds exactly that state.
-
-        Raises:
-            InvariantError: naming the entry.
-        """
+        """Raise InvariantError unless every state entry names a block that holds exactly that state."""
         for key in self.pool.keys():
             block = self.pool.lookup(key)
-            if key.group == self.config.state_group and block is not None:
-                if self._state_at.get(block) != key.num_tokens:
-                    held = self._state_at.get(block)
-                    raise InvariantError(f"state block {block} is keyed {key.num_tokens} and holds {held}")
+            held = None if block is None else self._state_at.get(block)
+            if key.group == self.config.state_group and held != key.num_tokens:
+                raise InvariantError(f"state block {block} is keyed {key.num_tokens} and holds {held}")

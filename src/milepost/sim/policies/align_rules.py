@@ -28,6 +28,8 @@ _ROW_FIELDS: Final = (
     *("checkpoint_alignment", "drop_eagle_block", "lookahead", "max_tokens_per_step"),
     *("long_prefill_threshold", "junction", "junction_feature"),
 )
+_AT_LEAST_ONE: Final = ("hash_block_size", "dcp", "max_tokens_per_step", "prefill_lookahead")
+_AT_LEAST_ZERO: Final = ("num_hash_lookahead_tokens", "num_scratch_blocks", "retention_interval")
 DENSE: Final = None
 """`retention_interval`: keep every state that was written. 0 keeps the boundaries a repeat can use."""
 
@@ -40,8 +42,7 @@ class AlignConfig:
         hash_block_size: finest unit at which a hit may land.
         mamba_block_size: tokens per state block (one table column).
         attention_block_size: tokens per attention block on one rank.
-        draft_attention_block_size: set if the drafter's layers form an attention group of their own;
-            otherwise they belong to the attention group.
+        draft_attention_block_size: the same for the drafter's layers, if they form a group of their own.
         dcp: ranks over which attention blocks are spread; an attention block holds `dcp` times as much.
         partial_hits: None derives it; False is what a sliding-window draft group causes.
         checkpoint_alignment: grid of the kernel, relative to the query start; None: it cannot export.
@@ -74,28 +75,23 @@ class AlignConfig:
     num_blocks: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("hash_block_size", "dcp", "max_tokens_per_step", "prefill_lookahead"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("num_hash_lookahead_tokens", "num_scratch_blocks"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")
+        unit, draft = self.hash_block_size, self.draft_attention_block_size
+        limits = {"num_blocks": 2, **dict.fromkeys(_AT_LEAST_ONE, 1), **dict.fromkeys(_AT_LEAST_ZERO, 0)}
+        for name, least in limits.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, not {value}")
         for name, size in (
             ("mamba_block_size", self.mamba_block_size),
             ("attention_block_size", self.attention_block_size * self.dcp),
-            (
-                "draft_attention_block_size",
-                (self.draft_attention_block_size or self.hash_block_size) * self.dcp,
-            ),
+            ("draft_attention_block_size", unit if draft is None else draft * self.dcp),
         ):
-            if size < 1 or size % self.hash_block_size:
-                raise ValueError(f"{name} must be a multiple of hash_block_size {self.hash_block_size}")
+            if size < 1 or size % unit:
+                raise ValueError(f"{name} must be a multiple of hash_block_size {unit}")
         if self.drop_eagle_block and self.num_hash_lookahead_tokens:
             raise ValueError("num_hash_lookahead_tokens replaces drop_eagle_block: set one of them")
         if self.retention_interval and self.retention_interval % self.scheduler_block_size:
             raise ValueError(f"retention_interval must be a multiple of {self.scheduler_block_size}")
-        if self.num_blocks is not None and self.num_blocks < 2:
-            raise ValueError("num_blocks must be at least 2: block 0 is the null block")
 
     @property
     def attention_group_tokens(self) -> tuple[int, ...]:
@@ -124,9 +120,8 @@ class AlignConfig:
 
     @property
     def has_partial_hits(self) -> bool:
-        if self.partial_hits is not None:
-            return self.partial_hits
-        return default_partial_hits(self.hash_block_size, self.mamba_block_size, self.dcp)
+        derived = default_partial_hits(self.hash_block_size, self.mamba_block_size, self.dcp)
+        return derived if self.partial_hits is None else self.partial_hits
 
     @property
     def hit_alignment(self) -> int:
@@ -157,24 +152,13 @@ class AlignConfig:
         return chain
 
     def exports(self, query_start: int, query_end: int, position: int) -> bool:
-        return is_mamba_prefill_checkpoint_valid(
-            query_start,
-            query_end,
-            position,
-            self.hash_block_size,
-            self.mamba_block_size,
-            self.checkpoint_alignment,
-        )
+        units = (self.hash_block_size, self.mamba_block_size, self.checkpoint_alignment)
+        return is_mamba_prefill_checkpoint_valid(query_start, query_end, position, *units)
 
 
 def default_partial_hits(hash_block_size: int, mamba_block_size: int, dcp: int = 1) -> bool:
     """Whether hits may land inside a state block: the hash block is finer, or as fine under DCP."""
     return hash_block_size < mamba_block_size or (dcp > 1 and hash_block_size <= mamba_block_size)
-
-
-def checkpoint_column(query_end: int, mamba_block_size: int) -> int:
-    """Table column that receives an internal checkpoint: the one below the running state's."""
-    return -(-query_end // mamba_block_size) - 2
 
 
 def replay_boundaries(num_tokens: int, scheduler_block_size: int, drop_eagle_block: bool) -> list[int]:
@@ -249,13 +233,9 @@ def align_split(
             limit, unit, drop_eagle_block, lookahead, proof_margin=True
         )
 
+    inside = position(prefill_end, hash_block_size if partial_hits else scheduler_block_size)
     internal = end >= prefill_end and is_mamba_prefill_checkpoint_valid(
-        start,
-        end,
-        position(prefill_end, hash_block_size if partial_hits else scheduler_block_size),
-        hash_block_size,
-        mamba_block_size,
-        checkpoint_alignment,
+        start, end, inside, hash_block_size, mamba_block_size, checkpoint_alignment
     )
     if end < prefill_end:
         rounded = floor_to(end, mamba_block_size)
@@ -279,13 +259,9 @@ def align_split(
 
 
 def align_chunk_ends(row: Mapping[str, Any]) -> list[ChunkEnd]:
-    """Chunk ends of one prefill described by a row of the conformance file, `"wait"` for an empty step.
+    """Chunk ends of the prefill in a row of the conformance file, WAIT for an empty step.
 
-    `row["budgets"]` holds the budgets of the first steps; later steps get `max_tokens_per_step`. The
-    junction is reported once, by the lookup at the start.
-
-    Raises:
-        ValueError: if the request would wait for ever.
+    The first steps have `row["budgets"]`, later ones `max_tokens_per_step`. ValueError: it waits for ever.
     """
     arguments = {name: row[name] for name in _ROW_FIELDS if name in row}
     budgets = list(row.get("budgets") or ())
