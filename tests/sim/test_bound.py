@@ -138,7 +138,7 @@ def test_the_book_fires() -> None:
     one = world()
     truth = one.worker.expect(0, list(range(1, 11)), greedy())
     longer = one.worker.expect(1, list(range(1, 21)), greedy())
-    book.opened(0, truth, [6], 0)
+    book.opened(0, truth, [6, 10], 0)
     book.processed(0, 7)
     book.check(1, longer, 4)
     with pytest.raises(BoundError):

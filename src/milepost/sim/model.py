@@ -37,7 +37,7 @@ class PrefixTree:
         self._depths: list[int] = []
         self._fingerprints: list[int] = []
         self._roots: dict[Hashable, int] = {}
-        self._media_symbols: dict[tuple[bytes, int, int], int] = {}
+        self._media_symbols: dict[tuple[bytes, int, int, int], int] = {}
         self._media_values: list[int] = []
 
     def __len__(self) -> int:
@@ -56,14 +56,15 @@ class PrefixTree:
             self._roots[domain] = node
         return node
 
-    def media_symbol(self, digest: bytes, offset: int, token: int) -> int:
-        """The symbol of token `offset` of a media span: it stands for the media, not for its id."""
-        key = (digest, offset, token)
+    def media_symbol(self, digest: bytes, length: int, offset: int, token: int) -> int:
+        """The symbol of token `offset` of a media span of `length` tokens: it stands for the media."""
+        key = (digest, length, offset, token)
         symbol = self._media_symbols.get(key)
         if symbol is None:
             symbol = (1 << 32) + len(self._media_values)
             self._media_symbols[key] = symbol
-            self._media_values.append(_mix(zlib.crc32(digest) * 65537 + offset * 257 + token))
+            value = (zlib.crc32(digest) << 20) + length * 65537 + offset * 257 + token
+            self._media_values.append(_mix(value))
         return symbol
 
     def extend(self, path: list[int], symbols: Iterable[int]) -> None:
@@ -141,7 +142,8 @@ class TrueSequence:
         for span in media:
             for position in range(span.start, min(span.end, len(symbols))):
                 offset = position - span.start
-                symbols[position] = model.tree.media_symbol(span.digest, offset, symbols[position])
+                token = symbols[position]
+                symbols[position] = model.tree.media_symbol(span.digest, span.end - span.start, offset, token)
         model.tree.extend(self.path, symbols)
 
     def ensure(self, num_tokens: int) -> None:

@@ -50,11 +50,11 @@ class PromiseBook:
         self._open: dict[int, _Open] = {}
 
     def opened(
-        self, request_id: int, truth: TrueSequence, wanted: Sequence[int], num_cached_tokens: int
+        self, request_id: int, truth: TrueSequence, positions: Sequence[int], num_cached_tokens: int
     ) -> None:
-        """A request was admitted; `wanted` are token positions in its prompt."""
-        ahead = [p for p in wanted if p >= num_cached_tokens]
-        self._open[request_id] = _Open(truth, sorted({*ahead, truth.num_prompt_tokens}, reverse=True))
+        """A request was admitted. `positions` of its prompt are promised, unless it reused them."""
+        ahead = {p for p in positions if p >= num_cached_tokens}
+        self._open[request_id] = _Open(truth, sorted(ahead, reverse=True))
 
     def processed(self, request_id: int, num_processed: int) -> None:
         """Tokens [0, num_processed) of a request are computed and committed."""

@@ -15,7 +15,7 @@ from milepost.core.plan import StepPlan, StepResult
 from milepost.core.reasons import REFUSED_NOT_LEGAL, REQUIRED
 from milepost.core.request import Request, RequestUpdate, ReuseReport
 from milepost.core.scheduler import Scheduler
-from milepost.core.units import is_multiple
+from milepost.core.units import floor_to, is_multiple
 from milepost.errors import MilepostError, WorkerError
 from milepost.sim.contents import ContentsCheck
 from milepost.sim.cost import CostModel
@@ -275,6 +275,7 @@ class World:
             if problems:
                 raise SimulationError("; ".join(problems))
         is_complete = update.finish_reason in ("stop", "length")
+        is_complete = is_complete and self._is_promised(request, request.num_processed)
         self.promises.ended(request_id, request.num_processed if is_complete else None)
         self.worker.forget(request_id)
         self._steps_left.pop(request_id, None)
@@ -311,10 +312,17 @@ class World:
         return any(why != REFUSED_NOT_LEGAL for why, _ in counters.refusals)
 
     def _promised_positions(self, request: Request) -> list[int]:
-        """Positions the caller wanted that the kernel can export whatever the chunks look like."""
+        """The end of the prompt, and what the caller wanted if the kernel can export it in any chunk."""
         alignment = self.geometry.checkpoint_alignment
         is_any_legal = alignment is None or is_multiple(self.geometry.match_unit, alignment)
-        return [p for p, reason in request.wanted_by_caller if is_any_legal or reason in REQUIRED]
+        positions = [p for p, reason in request.wanted_by_caller if is_any_legal or reason in REQUIRED]
+        return [p for p in (*positions, request.num_prompt_tokens) if self._is_promised(request, p)]
+
+    def _is_promised(self, request: Request, position: int) -> bool:
+        """No boundary may split a media item, so nothing is promised where the bound would need one."""
+        unit = self.geometry.match_unit
+        needed = (floor_to(position, unit), floor_to(max(0, position - 1), unit))
+        return not any(span.start < at < span.end for span in request.media for at in needed)
 
     def _after(self, action: str) -> None:
         """Audit everything. Runs after every action, so its cost bounds the size of a world."""
