@@ -6,7 +6,7 @@ from milepost.core import reasons
 from milepost.core.geometry import CacheGeometry
 from milepost.core.memory import Memory
 from milepost.core.metrics import CacheCounters
-from milepost.core.retention import SegmentRecord, segment_value
+from milepost.core.retention import SegmentRecord, eviction_rank
 from milepost.core.tree import Node, PrefixTree
 from milepost.core.units import floor_div
 
@@ -58,6 +58,25 @@ class Evictor:
         """Free the checkpoint of a node whose only lease does not need it; its pages stay."""
         self._free_state(node, "merge")
 
+    def drop_subtree(self, root: Node) -> int:
+        """Drop `root` and everything behind it, whatever its value; returns the checkpoints dropped.
+
+        Raises:
+            ValueError: a lease still stands in the subtree.
+        """
+        order = [root]
+        for node in order:
+            order.extend(node.children.values())
+        num_checkpoints = 0
+        for node in reversed(order):
+            if node.states is not None:
+                self._free_state(node, "condemned")
+                num_checkpoints += 1
+            for pool, page in enumerate(self.tree.remove_leaf(node)):
+                if page >= 0:
+                    self.memory.release(pool, page)
+        return num_checkpoints
+
     def thin(self, node: Node, reason: str, num_hits: int) -> None:
         """Free one checkpoint whose place has become unimportant, if nobody stands on it and it was
         never hit (its hits are still the `num_hits` it was created with)."""
@@ -73,7 +92,7 @@ class Evictor:
         excess = len(on_path) + 1 - limit
         candidates = sorted(
             (a for a in on_path if not a.pins and len(a.children) < 2),
-            key=lambda a: (segment_value(self._record(a), now), -a.depth),
+            key=lambda a: (eviction_rank(self._record(a, now), now), -a.depth),
         )
         for victim in candidates[: max(0, excess)]:
             self.counters.refusals[reasons.REFUSED_STATES_PER_PATH, victim.reason] += 1
@@ -81,15 +100,15 @@ class Evictor:
 
     def _rank(self, now: float) -> None:
         candidates = [
-            (segment_value(self._record(node), now), -index, node)
+            (eviction_rank(self._record(node, now), now), index, node)
             for index, node in enumerate(self.tree.state_nodes.values())
             if not node.pins
         ]
-        candidates.sort(key=lambda c: (-c[0], c[1]))
+        candidates.sort(key=lambda c: c[:2], reverse=True)
         self._ranking = [(node, node.last_used) for _, _, node in candidates]
         self._ranking_life = max(1, floor_div(len(candidates), RANKING_LIFE_DIVISOR))
 
-    def _record(self, node: Node) -> SegmentRecord:
+    def _record(self, node: Node, now: float) -> SegmentRecord:
         below = self.tree.position_below(node)
         is_leaf = not node.children
         freed = self.geometry.checkpoint_bytes
@@ -102,6 +121,8 @@ class Evictor:
             num_hits=node.num_hits,
             reason=node.reason,
             is_leaf=is_leaf,
+            is_pinned=node.pinned_until > now,
+            priority=node.retention_priority,
         )
 
     def _tail_units(self, node: Node) -> int:

@@ -27,7 +27,7 @@ class Lease:
 
     __slots__ = (
         "chain", "conversation", "decode_nodes", "exports", "is_caching", "lineage",
-        "num_hit_units", "page_tables", "replaced", "running", "tip",
+        "num_hit_units", "page_tables", "pin_seconds", "replaced", "retention_priority", "running", "tip",
     )  # fmt: skip
 
     def __init__(self, chain: KeyChain, tip: Node, page_tables: list[list[int]], *, is_caching: bool) -> None:
@@ -42,6 +42,8 @@ class Lease:
         self.is_caching = is_caching
         self.conversation: str | None = None
         self.lineage = 0
+        self.retention_priority = 0
+        self.pin_seconds = 0.0
 
     @property
     def num_units(self) -> int:

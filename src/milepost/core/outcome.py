@@ -47,6 +47,7 @@ def settle_chunk(
         cache.publish(lease, end, result.exported_positions, end_reason, now)
     if chunk.num_samples:
         update.tokens = result.sampled
+        update.logits = result.logits
         for token in result.sampled:
             request.tokens.append(token.token_id)
         reason = _stop_reason(request, update)

@@ -95,6 +95,7 @@ class ChunkPlan:
         exports: ascending by offset.
         num_samples: 1 if a token is sampled from the last row, 0 if the prefill goes on.
         output_position: index of the sampled token among the request's outputs (keys the noise).
+        captures_logits: return the raw logits of the last row (audits compare them).
     """
 
     request_id: int
@@ -108,6 +109,7 @@ class ChunkPlan:
     exports: list[StateExport]
     num_samples: int
     output_position: int
+    captures_logits: bool = False
 
 
 @dataclass(slots=True)
@@ -172,12 +174,14 @@ class ChunkResult:
         end: position of the running state after the step; pages [start, end) are written.
         exported_positions: positions whose export was written.
         sampled: `num_samples` tokens.
+        logits: float32 little-endian logits of the last row, before any processing, if asked for.
     """
 
     request_id: int
     end: int
     exported_positions: list[int]
     sampled: list[SampledToken]
+    logits: bytes = b""
 
 
 @dataclass(slots=True)

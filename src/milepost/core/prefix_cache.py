@@ -79,7 +79,7 @@ class PrefixCache:
     def match(self, chain: KeyChain, num_tokens: int) -> Match:
         """Deepest joint hit for the first `num_tokens` tokens of `chain`. O(num_tokens / U)."""
         if not self.config.enable_prefix_caching:
-            return Match(0, [], JointHit(0, 0, {}, None), 0)
+            return self.no_match()
         limit = floor_div(num_tokens - 1, self.match_unit)
         keys = chain.extend(limit)
         root = self.tree.roots.get(chain.root)
@@ -94,9 +94,13 @@ class PrefixCache:
 
     # -- reserve -------------------------------------------------------------------------------
 
-    def open(self, match: Match, chain: KeyChain, now: float) -> Lease:
+    def no_match(self) -> Match:
+        """The match of a request that must not reuse anything."""
+        return Match(0, [], JointHit(0, 0, {}, None), 0)
+
+    def open(self, match: Match, chain: KeyChain, now: float, *, uses_cache: bool = True) -> Lease:
         """Pin the matched boundary for a request; `release` undoes it."""
-        is_caching = self.config.enable_prefix_caching
+        is_caching = self.config.enable_prefix_caching and uses_cache
         units = match.units
         tip = match.path[units - 1] if units else self.tree.root(chain.root, now)
         tip.pins += 1
@@ -294,6 +298,8 @@ class PrefixCache:
         node.last_used = now
         node.created = now
         node.num_hits = lease.lineage
+        node.retention_priority = lease.retention_priority
+        node.pinned_until = now + lease.pin_seconds if reason == reasons.MARKER else 0.0
         self.counters.checkpoints_by_reason[reason] += 1
         if reason == reasons.DECODE:
             lease.decode_nodes.append(node)
@@ -357,6 +363,18 @@ class PrefixCache:
                 units += 1
                 node = node.parent
         return units * self.geometry.unit_bytes + num_states * self.geometry.checkpoint_bytes
+
+    def node_at(self, chain: KeyChain, position: int) -> Node | None:
+        """Node that stands for the first `position` tokens of `chain` (a multiple of U), if it exists."""
+        units = floor_div(position, self.match_unit)
+        return self.tree.index.get(chain.extend(units)[units - 1]) if units else None
+
+    def is_behind(self, node: Node, other: Node) -> bool:
+        """Whether `node` is `other` or lies behind it on a path."""
+        current: Node | None = node
+        while current is not None and current.depth > other.depth:
+            current = current.parent
+        return current is other
 
     def reset(self) -> bool:
         """Drop everything no running request holds; True if nothing is left."""

@@ -71,6 +71,7 @@ class RequestUpdate:
         finish_reason: "stop", "length", "abort" or "error"; None while it goes on.
         stop_token_id: the stop id that ended it; it is then the last of `tokens`.
         reuse: set once, on the first update after the first admission.
+        logits: float32 logits behind the prompt, if the request captures them.
     """
 
     request_id: int
@@ -79,6 +80,7 @@ class RequestUpdate:
     stop_token_id: int | None = None
     reuse: ReuseReport | None = None
     error: str | None = None
+    logits: bytes = b""
 
 
 class Request:
@@ -88,6 +90,11 @@ class Request:
         wanted: (token position, reason) pairs where a checkpoint is worth keeping, with reason
             "history", "message" or "marker"; positions are rounded down to the match unit.
         conversation: names a conversation for retention; never enters a hash.
+        uses_cache: False = reuse nothing and publish nothing (audits, `cache_prompt: false`).
+        is_counted: False = leave this request out of the query and hit counters (audits).
+        captures_logits: return the logits behind the prompt with the first token.
+        retention_priority: its checkpoints count 2**priority times as much when room is made.
+        pin_seconds: its `marker` checkpoints are given up last for so long.
 
     Raises:
         RequestError: empty prompt, token id out of the uint32 range, bad `max_tokens`, or a
@@ -95,10 +102,11 @@ class Request:
     """
 
     __slots__ = (
-        "arrival", "chain", "conversation", "domain", "finish_reason", "lease", "max_tokens", "media",
-        "num_preemptions", "num_processed", "num_prompt_tokens", "pending_abort", "prefill_end",
-        "priority", "request_id", "reuse", "reuse_reported", "sampling", "status", "stop_ids", "tokens",
-        "wanted", "wanted_by_caller",
+        "arrival", "captures_logits", "chain", "conversation", "domain", "finish_reason", "is_counted",
+        "lease", "max_tokens", "media", "num_preemptions", "num_processed", "num_prompt_tokens",
+        "pending_abort", "pin_seconds", "prefill_end", "priority", "request_id", "retention_priority",
+        "reuse", "reuse_reported", "sampling", "status", "stop_ids", "tokens", "uses_cache", "wanted",
+        "wanted_by_caller",
     )  # fmt: skip
 
     def __init__(
@@ -113,6 +121,11 @@ class Request:
         wanted: Sequence[tuple[int, str]] = (),
         media: Sequence[MediaSpan] = (),
         conversation: str | None = None,
+        uses_cache: bool = True,
+        is_counted: bool = True,
+        captures_logits: bool = False,
+        retention_priority: int = 0,
+        pin_seconds: float = 0.0,
     ) -> None:
         try:
             self.tokens = array("I", prompt_tokens)
@@ -130,6 +143,11 @@ class Request:
         self.domain = domain if domain is not None else CacheDomain()
         self.media = tuple(media)
         self.conversation = conversation
+        self.uses_cache = uses_cache
+        self.is_counted = is_counted
+        self.captures_logits = captures_logits
+        self.retention_priority = retention_priority
+        self.pin_seconds = pin_seconds
         self.wanted_by_caller = self._checked_wanted(wanted)
         self.stop_ids = frozenset(sampling.stop_token_ids)
         self.status = RequestStatus.WAITING

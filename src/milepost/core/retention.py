@@ -41,6 +41,8 @@ class SegmentRecord:
         last_used: time of the last hit, or of its creation.
         num_hits: hits so far.
         is_leaf: dropped whole rather than merged.
+        is_pinned: a client pinned it and the pin still holds.
+        priority: what the client asked for; every step doubles the value.
     """
 
     num_saved_tokens: int
@@ -49,6 +51,16 @@ class SegmentRecord:
     num_hits: int
     reason: str
     is_leaf: bool
+    is_pinned: bool = False
+    priority: int = 0
+
+
+MAX_PRIORITY = 16
+
+
+def eviction_rank(record: SegmentRecord, now: float) -> tuple[bool, float]:
+    """Sort key: the smallest goes first; what is pinned goes last."""
+    return (record.is_pinned, segment_value(record, now))
 
 
 def segment_value(record: SegmentRecord, now: float) -> float:
@@ -57,4 +69,5 @@ def segment_value(record: SegmentRecord, now: float) -> float:
     recency = 1.0 / (1.0 + age / REUSE_HALF_LIFE)
     proven = UNPROVEN_WEIGHT + min(record.num_hits, 8)
     placement = PLACEMENT_WEIGHT.get(record.reason, 1.0)
+    placement *= 2.0 ** max(-MAX_PRIORITY, min(MAX_PRIORITY, record.priority))
     return record.num_saved_tokens * recency * proven * placement / max(1, record.freed_bytes)

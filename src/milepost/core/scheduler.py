@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from milepost.config import CacheConfig, SchedulerConfig
 from milepost.core import reasons
 from milepost.core.admission import fits, largest_request_tokens
+from milepost.core.assembly import build_chunk, build_start, nothing_reserved
 from milepost.core.chunking import effective_spacing, plan_chunk, prefill_wanted
 from milepost.core.explain import reuse_report
 from milepost.core.geometry import CacheGeometry
-from milepost.core.hashing import KeyChain, token_bytes
+from milepost.core.hashing import KeyChain
 from milepost.core.lease import Lease, Reservation
 from milepost.core.metrics import CoreStats
 from milepost.core.outcome import settle_chunk
-from milepost.core.plan import ChunkPlan, StateExport, StepPlan, StepResult, WorkerRequest
+from milepost.core.plan import ChunkPlan, StepPlan, StepResult
 from milepost.core.prefix_cache import Match, PrefixCache
 from milepost.core.queues import RequestQueue, order_key
 from milepost.core.request import Request, RequestStatus, RequestUpdate
@@ -107,12 +108,12 @@ class Scheduler:
         spans = [(span.start, span.end) for span in request.media]
         request.wanted = (
             prefill_wanted(request.num_tokens, self.cache.match_unit, request.wanted_by_caller, spans)
-            if self._is_caching
+            if self._is_caching and request.uses_cache
             else []
         )
         self.waiting.push(request)
         self._blocked_head = None
-        if self._is_caching:
+        if self._is_caching and request.uses_cache:
             following = self.siblings.register(request)
             if following is not None:
                 self._want_junction(following.leader, following.boundary)
@@ -159,6 +160,24 @@ class Scheduler:
         if self._plan is not None:
             return False
         return self.cache.reset()
+
+    def condemn(self, request: Request, position: int) -> int:
+        """Drop the checkpoint at `position` of a request's path and all behind it (an audit failed).
+
+        Requests that build on it start again from what is left. Returns the checkpoints dropped.
+
+        Raises:
+            RuntimeError: a plan is in flight.
+        """
+        if self._plan is not None:
+            raise RuntimeError("condemn() was called while a plan is in flight")
+        node = self.cache.node_at(_chain_of(request), position)
+        if node is None:
+            return 0
+        for other in reversed(tuple(self.running)):
+            if self.cache.is_behind(_lease_of(other).tip, node):
+                self._preempt(other, is_sound=False)
+        return self.cache.evictor.drop_subtree(node)
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -213,7 +232,7 @@ class Scheduler:
         lease = _lease_of(request)
         unit = self.cache.match_unit
         if lease.running is not None and (not is_multiple(start, unit) or not lease.page_tables):
-            self._append_chunk(plan, request, end, _nothing_new(lease), None)
+            self._append_chunk(plan, request, end, nothing_reserved(lease), None)
             return 1
         reservation = self._reserve(request, end, ())
         if reservation is None:
@@ -225,7 +244,7 @@ class Scheduler:
         start = request.num_processed
         memory = self.cache.memory
         spacing = effective_spacing(
-            self._spacing if self._is_caching else 0,
+            self._spacing if self._is_caching and request.uses_cache else 0,
             memory.used_bytes,
             memory.budget_bytes,
             self.cache.match_unit,
@@ -271,29 +290,7 @@ class Scheduler:
     def _append_chunk(
         self, plan: StepPlan, request: Request, end: int, reservation: Reservation, end_reason: str | None
     ) -> None:
-        start = request.num_processed
-        lease = _lease_of(request)
-        num_tokens = len(request.tokens)
-        is_last = end == num_tokens
-        chunk = ChunkPlan(
-            request.request_id,
-            start,
-            end,
-            token_bytes(request.tokens[start:end]),
-            reservation.new_pages,
-            lease.replaced,
-            reservation.initial,
-            lease.running if lease.running is not None else [],
-            [
-                StateExport(position - start, slots, position, reason)
-                for position, (slots, reason) in sorted(lease.exports.items())
-            ]
-            if lease.exports
-            else [],
-            1 if is_last else 0,
-            num_tokens - request.num_prompt_tokens,
-        )
-        lease.replaced = []
+        chunk = build_chunk(request, _lease_of(request), end, reservation)
         plan.chunks.append(chunk)
         self._planned.append(_Planned(request, chunk, end_reason))
         self._planned_ids.add(request.request_id)
@@ -319,11 +316,13 @@ class Scheduler:
         chain = request.chain
         if chain is None:
             raise ValueError(f"request {request.request_id} was never added")
-        match = self.cache.match(chain, request.num_tokens)
+        match = self.cache.match(chain, request.num_tokens) if request.uses_cache else self.cache.no_match()
         if not fits(self.cache, request, match, self.running):
             return 0
-        lease = self.cache.open(match, chain, self._now)
+        lease = self.cache.open(match, chain, self._now, uses_cache=request.uses_cache)
         lease.conversation = request.conversation
+        lease.retention_priority = request.retention_priority
+        lease.pin_seconds = request.pin_seconds
         request.lease = lease
         request.num_processed = match.position
         if match.hit.attention_units > match.units:
@@ -341,17 +340,14 @@ class Scheduler:
         lease = _lease_of(request)
         if request.reuse is None:
             request.reuse = reuse_report(self.cache, match, _chain_of(request), request.num_prompt_tokens)
-            self._count_query(request)
+            if request.is_counted:
+                self._count_query(request)
         self.cache.record_hit(lease, self._now)
         request.move_to(RequestStatus.RUNNING)
         self.waiting.remove(request)
         self.running.append(request)
         self.running.sort(key=order_key)
-        history = token_bytes(request.tokens) if request.sampling.needs_history else b""
-        tables = [list(table[: match.units]) for table in lease.page_tables]
-        plan.started.append(
-            WorkerRequest(request.request_id, request.sampling, request.num_prompt_tokens, history, tables)
-        )
+        plan.started.append(build_start(request, lease, match.units))
 
     def _count_query(self, request: Request) -> None:
         report = request.reuse
@@ -414,8 +410,8 @@ class Scheduler:
         self._leave_siblings(request)
         del self.requests[request.request_id]
 
-    def _preempt(self, request: Request) -> None:
-        self._release(request, is_sound=True)
+    def _preempt(self, request: Request, *, is_sound: bool = True) -> None:
+        self._release(request, is_sound=is_sound)
         request.move_to(RequestStatus.PREEMPTED)
         request.num_processed = 0
         request.num_preemptions += 1
@@ -466,8 +462,3 @@ def _chain_of(request: Request) -> KeyChain:
     if request.chain is None:
         raise ValueError(f"request {request.request_id} was never added")
     return request.chain
-
-
-def _nothing_new(lease: Lease) -> Reservation:
-    running = lease.running or []
-    return Reservation([[] for _ in lease.page_tables], None, {}, [], [], running)

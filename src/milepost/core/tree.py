@@ -20,12 +20,13 @@ class Node:
         states: per recurrent group, slot of the state at depth * U; None = no checkpoint here.
         reason: why the checkpoint exists ("" without one).
         pins: leases that stand on this node; it and everything below it cannot be dropped.
+        pinned_until: a client asked to give this checkpoint up last until then.
         num_hits: hits on this checkpoint, those of the conversation it continues included.
     """
 
     __slots__ = (
         "children", "conversation", "created", "depth", "key", "last_used", "num_hits", "pages", "parent",
-        "pins", "reason", "states", "tokens",
+        "pinned_until", "pins", "reason", "retention_priority", "states", "tokens",
     )  # fmt: skip
 
     def __init__(self, key: bytes, parent: Node | None, tokens: bytes, pages: list[int], now: float) -> None:
@@ -42,6 +43,8 @@ class Node:
         self.created = now
         self.num_hits = 0
         self.conversation: str | None = None
+        self.retention_priority = 0
+        self.pinned_until = 0.0
 
     @property
     def is_root(self) -> bool:

@@ -1,0 +1,42 @@
+"""Puts a decided chunk into the words of the plan."""
+
+from __future__ import annotations
+
+from milepost.core.hashing import token_bytes
+from milepost.core.lease import Lease, Reservation
+from milepost.core.plan import ChunkPlan, StateExport, WorkerRequest
+from milepost.core.request import Request
+
+
+def build_chunk(request: Request, lease: Lease, end: int, reservation: Reservation) -> ChunkPlan:
+    """The command for tokens [num_processed, end) of `request`."""
+    start = request.num_processed
+    num_tokens = len(request.tokens)
+    exports = lease.exports
+    replaced, lease.replaced = lease.replaced, []
+    return ChunkPlan(
+        request.request_id,
+        start,
+        end,
+        token_bytes(request.tokens[start:end]),
+        reservation.new_pages,
+        replaced,
+        reservation.initial,
+        lease.running if lease.running is not None else [],
+        [StateExport(at - start, slots, at, reason) for at, (slots, reason) in sorted(exports.items())],
+        1 if end == num_tokens else 0,
+        num_tokens - request.num_prompt_tokens,
+        request.captures_logits and end == request.num_prompt_tokens,
+    )
+
+
+def build_start(request: Request, lease: Lease, num_units: int) -> WorkerRequest:
+    """How the worker gets to know `request`, whose first `num_units` units are reused."""
+    history = token_bytes(request.tokens) if request.sampling.needs_history else b""
+    tables = [table[:num_units] for table in lease.page_tables]
+    return WorkerRequest(request.request_id, request.sampling, request.num_prompt_tokens, history, tables)
+
+
+def nothing_reserved(lease: Lease) -> Reservation:
+    """A chunk that needs no record: it goes on in its own slots and its last page."""
+    return Reservation([[] for _ in lease.page_tables], None, {}, [], [], lease.running or [])
