@@ -14,7 +14,14 @@ CASES = [
     {"a": [1, 2]},
     {"a": [1, 2], "b": "xyz"},
     {"a": [1, 2, 3], "b": [1, 2, 3], "c": [1, 2, 3], "d": [1, 2, 3]},
-    {"unit": range(7), "grid": range(4), "offset": range(3), "count": range(3), "steps": range(5), "act": range(9)},
+    {
+        "unit": range(7),
+        "grid": range(4),
+        "offset": range(3),
+        "count": range(3),
+        "steps": range(5),
+        "act": range(9),
+    },
     {f"f{i}": [0, 1] for i in range(12)},
 ]
 

@@ -327,6 +327,8 @@ class Scheduler:
         request.num_processed = match.position
         if match.hit.attention_units > match.units:
             self._want_junction(request, match.hit.attention_units * self.cache.match_unit)
+        for relation in self.siblings.overtake(request):
+            self._want_junction(relation.leader, relation.boundary)
         num_tokens = self._plan_prefill(plan, request, num_budget_tokens)
         if num_tokens == 0:
             self.cache.release(lease, None, self._now)
@@ -342,7 +344,7 @@ class Scheduler:
             request.reuse = reuse_report(self.cache, match, _chain_of(request), request.num_prompt_tokens)
             if request.is_counted:
                 self._count_query(request)
-        self.cache.record_hit(lease, self._now)
+        self.cache.record_hit(lease, match, self._now)
         request.move_to(RequestStatus.RUNNING)
         self.waiting.remove(request)
         self.running.append(request)

@@ -81,9 +81,22 @@ class Siblings:
             return following.boundary
         return following.boundary if self.awaited_boundary(leader) else 0
 
-    def leave(self, request: Request) -> list[Following]:
-        """Remove a request whose prefill is over or will not happen. Its followers are led by the
-        first of them from now on; returns these new relations."""
+    def overtake(self, request: Request) -> list[Following]:
+        """`request` is about to be computed before a leader that waits (it came back from a preemption,
+        or stands further behind in the queue): that one follows it now. Returns the new relations."""
+        changed: list[Following] = []
+        while True:
+            following = self._following.get(request.request_id)
+            if following is None or following.leader.status is RequestStatus.RUNNING:
+                return changed
+            changed += self.leave(following.leader, heir=request)
+            relation = self.register(following.leader)
+            if relation is not None:
+                changed.append(relation)
+
+    def leave(self, request: Request, heir: Request | None = None) -> list[Following]:
+        """Remove a request whose prefill is over or will not happen. Its followers are led by `heir`,
+        or by the first of them, from now on; returns these new relations."""
         request_id = request.request_id
         if request_id not in self._keys:
             return []
@@ -96,7 +109,7 @@ class Siblings:
         for orphan in orphans.values():
             self._following.pop(orphan.request_id, None)
             self._forget_keys(orphan)
-        for orphan in orphans.values():
+        for orphan in sorted(orphans.values(), key=lambda orphan: orphan is not heir):
             relation = self.register(orphan)
             if relation is not None:
                 changed.append(relation)
