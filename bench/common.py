@@ -102,7 +102,7 @@ def commit() -> str:
 
 def print_machine(calibration: float) -> None:
     facts = ", ".join(f"{name} {value}" for name, value in machine().items())
-    console.print(f"commit {commit()}; {facts}; calibration loop {calibration:.2f} ms", highlight=False)
+    console.print(f"commit {commit()}; {facts}; calibration loop {calibration:.2f} ms", soft_wrap=True)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
