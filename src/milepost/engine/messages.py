@@ -16,6 +16,10 @@ class EngineError(MilepostError):
     """The engine could not finish a request, or has stopped: the server's fault, not the caller's."""
 
 
+class EngineStopped(EngineError):
+    """The engine takes no request any more."""
+
+
 @dataclass(slots=True)
 class GenerationRequest:
     """One answer to be generated.

@@ -1,0 +1,195 @@
+"""A model that is ready to serve: directory in, engine out (the caller starts it)."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from milepost.config import DEFAULT_DECODE_INTERVAL, DEFAULT_MATCH_UNIT, CacheConfig, SchedulerConfig
+from milepost.core.geometry import CacheGeometry
+from milepost.core.request import CacheDomain
+from milepost.core.scheduler import Scheduler
+from milepost.engine.chat import ChatRenderer
+from milepost.engine.engine import Engine
+from milepost.engine.params import random_seed
+from milepost.engine.tokenizer import Tokenizer
+from milepost.errors import ConfigError
+
+if TYPE_CHECKING:
+    from milepost.models.description import ModelDescription
+
+EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "assets" / "milepost-tiny"
+"""The model that ships with the package."""
+
+DEFAULT_CACHE_BYTES = 1 << 30
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes loaded, bytes in all) while weights are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServingOptions:
+    """What `milepost serve` and its siblings can set; see the command line's help for meanings.
+
+    Attributes:
+        max_model_len: None = what the model declares, or what the budget holds if that is less.
+        seed: None = requests without a seed get a random one; else theirs are drawn from it.
+    """
+
+    cache_bytes: int = DEFAULT_CACHE_BYTES
+    match_unit: int = DEFAULT_MATCH_UNIT
+    enable_prefix_caching: bool = True
+    checkpoint_interval: int | None = None
+    decode_interval: int = DEFAULT_DECODE_INTERVAL
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    max_model_len: int | None = None
+    dtype: str | None = None
+    seed: int | None = None
+    served_model_name: str | None = None
+
+    def cache_config(self) -> CacheConfig:
+        """Raises: ConfigError: an option that cannot work, by its name."""
+        return CacheConfig(
+            cache_bytes=self.cache_bytes,
+            match_unit=self.match_unit,
+            enable_prefix_caching=self.enable_prefix_caching,
+            checkpoint_interval=self.checkpoint_interval,
+            decode_interval=self.decode_interval,
+        )
+
+
+@dataclass(slots=True)
+class ServingModel:
+    """A model with its engine.
+
+    Attributes:
+        name: what `/v1/models` and the `model` field call it.
+        max_model_len: prompt and output tokens of one request: declared or asked for, and within budget.
+        vocab_size: token ids the model accepts are below it.
+        description: None for a model that does not come from a directory (tests).
+    """
+
+    name: str
+    engine: Engine
+    tokenizer: Tokenizer
+    chat: ChatRenderer
+    geometry: CacheGeometry
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    max_model_len: int
+    vocab_size: int
+    seeds: SeedSource
+    description: ModelDescription | None = None
+
+    def encode_prompt(self, text: str) -> array[int]:
+        """Token ids of a raw text prompt."""
+        return array("I", self.tokenizer.encode_prompt(text))
+
+    def close(self) -> None:
+        """Stop the engine and give the memory back."""
+        self.engine.close()
+
+
+class SeedSource:
+    """Seeds of requests that bring none."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._drawn = None if seed is None else random.Random(seed)
+
+    def next(self) -> int:
+        """A seed below 2**63."""
+        return random_seed() if self._drawn is None else self._drawn.getrandbits(63)
+
+
+def check_budget(
+    geometry: CacheGeometry, cache: CacheConfig, declared_max_len: int, wanted_max_len: int | None
+) -> int:
+    """Longest request that is served, in tokens.
+
+    Raises:
+        ConfigError: `wanted_max_len` is more than the model declares or the budget holds, or the budget
+            cannot hold any request.
+    """
+    fitting = geometry.max_tokens_for(cache.cache_bytes)
+    if fitting < 2:
+        needed = geometry.request_bytes(2)
+        raise ConfigError(
+            "cache_bytes",
+            f"{cache.cache_bytes:,} bytes cannot hold one request: its first pages and its running state "
+            f"take {needed:,} bytes. Give at least --cache-bytes {needed}",
+        )
+    if wanted_max_len is None:
+        return min(declared_max_len, fitting)
+    if wanted_max_len > declared_max_len:
+        raise ConfigError(
+            "max_model_len", f"{wanted_max_len} is more than the {declared_max_len} the model declares"
+        )
+    if wanted_max_len > fitting:
+        needed = geometry.request_bytes(wanted_max_len)
+        raise ConfigError(
+            "cache_bytes",
+            f"{cache.cache_bytes:,} bytes hold a request of {fitting} tokens, but --max-model-len is "
+            f"{wanted_max_len}, which needs {needed:,} bytes. Raise --cache-bytes or lower --max-model-len",
+        )
+    return wanted_max_len
+
+
+def load_serving_model(
+    directory: str | Path | None, options: ServingOptions, progress: Progress | None = None
+) -> ServingModel:
+    """Check everything that can be checked, then load the weights. The engine is not started yet.
+
+    Args:
+        directory: a model directory in hub layout; None = the embedded model.
+
+    Raises:
+        ConfigError, CheckpointFileError: before any weight is read, wherever that is possible.
+    """
+    from milepost.models.description import describe, model_directory
+
+    path = model_directory(EMBEDDED_MODEL if directory is None else directory)
+    cache = options.cache_config()
+    description = describe(path, dtype=options.dtype)
+    geometry = description.layout.geometry(options.match_unit)
+    max_model_len = check_budget(geometry, cache, description.max_model_len, options.max_model_len)
+    config = SchedulerConfig(options.max_num_batched_tokens, options.max_num_seqs, max_model_len)
+    tokenizer = Tokenizer.from_directory(path)
+    if tokenizer.vocab_size > description.vocab_size:
+        raise ConfigError(
+            "vocab_size",
+            f"tokenizer.json has ids up to {tokenizer.vocab_size - 1}, the model has "
+            f"{description.vocab_size} embeddings; the tokenizer belongs to another model",
+        )
+    chat = ChatRenderer.from_directory(path, tokenizer)
+    scheduler = Scheduler(geometry, cache, config)
+
+    # torch is imported only now: everything above fails in a fraction of a second.
+    from milepost.models.loading import load_model
+    from milepost.runner.worker import TorchWorker
+
+    model = load_model(path, dtype=options.dtype, progress=progress)
+    worker = TorchWorker(model, geometry, options.cache_bytes)
+    engine = Engine(scheduler, worker, tokenizer)
+    return ServingModel(
+        name=options.served_model_name or path.resolve().name,
+        engine=engine,
+        tokenizer=tokenizer,
+        chat=chat,
+        geometry=geometry,
+        cache=cache,
+        scheduler=config,
+        max_model_len=scheduler.max_model_len,
+        vocab_size=description.vocab_size,
+        seeds=SeedSource(options.seed),
+        description=description,
+    )
+
+
+def cache_domain(cache_salt: str | None) -> CacheDomain:
+    """The domain of a request: prefixes are shared only where salts are equal."""
+    return CacheDomain(tenant_salt=cache_salt.encode() if cache_salt else b"")

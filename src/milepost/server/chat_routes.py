@@ -1,0 +1,193 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from milepost.core.plan import SampledToken
+from milepost.engine.messages import OutputDelta
+from milepost.engine.params import MAX_LOGPROBS, OutputLimit
+from milepost.engine.serving import ServingModel
+from milepost.engine.tokenizer import Tokenizer
+from milepost.errors import RequestError
+from milepost.server.conversation import checked_messages, checked_tools
+from milepost.server.docs import json_body
+from milepost.server.generation import Choice, Generation, Prompt, Service, begin, check_model
+from milepost.server.schema import ChatBody, parse_body
+from milepost.server.streams import EventStream, all_accepted, cancel_all, merged, while_connected
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions", openapi_extra=json_body(ChatBody))
+async def chat_completions(request: Request) -> Response:
+    """Answer a conversation."""
+    service: Service = request.app.state.service
+    body = await parse_body(ChatBody, request)
+    body.check_extras()
+    check_model(service, body.model)
+    num_logprobs = _num_logprobs(body)
+    prompt = await asyncio.to_thread(_render, service.model, body)
+    completion_id = f"chatcmpl-{uuid.uuid4().hex}"
+    if body.max_completion_tokens is not None:
+        limit = OutputLimit(body.max_completion_tokens, "max_completion_tokens", "messages")
+    else:
+        limit = OutputLimit(body.max_tokens, "max_tokens", "messages")
+    generation = begin(service, body, [prompt], num_logprobs=num_logprobs, limit=limit, label=completion_id)
+    answer = _ChatCompletion(service.model, body, generation, completion_id)
+    await all_accepted(generation.streams)
+    if body.stream:
+        return EventStream(answer.events(), lambda: cancel_all(generation.streams))
+    result = await while_connected(request, answer.whole())
+    return result if isinstance(result, Response) else JSONResponse(result)
+
+
+def _num_logprobs(body: ChatBody) -> int | None:
+    if body.top_logprobs is not None:
+        if not body.logprobs:
+            raise RequestError("top_logprobs", "needs `logprobs: true`")
+        if not 0 <= body.top_logprobs <= MAX_LOGPROBS:
+            raise RequestError(
+                "top_logprobs", f"must be between 0 and {MAX_LOGPROBS}, not {body.top_logprobs}"
+            )
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def _render(model: ServingModel, body: ChatBody) -> Prompt:
+    """Messages to token ids and the positions that later turns will share."""
+    uses_tools = (body.model_extra or {}).get("tool_choice") != "none"
+    rendered = model.chat.render(
+        checked_messages(body.messages),
+        checked_tools(body.tools) if uses_tools else None,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        variables=body.chat_template_kwargs,
+        find_boundaries=model.cache.enable_prefix_caching,
+    )
+    if not rendered.token_ids:
+        raise RequestError("messages", "the chat template renders this conversation to nothing")
+    return Prompt(rendered.token_ids, rendered.wanted)
+
+
+class _ChatCompletion:
+    """Turns deltas into the objects of the chat API."""
+
+    def __init__(
+        self, model: ServingModel, body: ChatBody, generation: Generation, completion_id: str
+    ) -> None:
+        self._model = model
+        self._body = body
+        self._generation = generation
+        self._envelope = {"id": completion_id, "created": int(time.time()), "model": model.name}
+
+    async def whole(self) -> dict[str, Any]:
+        """The response without streaming."""
+        generation = self._generation
+        sampled: list[list[SampledToken]] = [[] for _ in generation.choices]
+        async with aclosing(merged(generation.streams)) as deltas:
+            async for index, delta in deltas:
+                generation.choices[index].add(delta)
+                sampled[index].extend(delta.tokens)
+        result = {
+            **self._envelope,
+            "object": "chat.completion",
+            "choices": [self._choice(choice, sampled[choice.index]) for choice in generation.choices],
+            "usage": generation.usage(),
+            "milepost": generation.milepost(),
+        }
+        if self._body.return_token_ids:
+            result["prompt_token_ids"] = generation.prompts[0].token_ids.tolist()
+        return result
+
+    def _choice(self, choice: Choice, sampled: list[SampledToken]) -> dict[str, Any]:
+        result: dict[str, Any] = {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": choice.text},
+            "logprobs": self._logprobs(sampled),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if self._body.return_token_ids:
+            result["token_ids"] = choice.token_ids
+        return result
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The chunks of a stream; the last one carries `milepost`, and usage if asked for."""
+        generation = self._generation
+        options = self._body.stream_options
+        continuous = options is not None and options.include_usage and options.continuous_usage_stats
+        wants_every_token = continuous or bool(self._body.logprobs) or bool(self._body.return_token_ids)
+        envelope = {**self._envelope, "object": "chat.completion.chunk"}
+        num_open = len(generation.choices)
+        begun = [False] * num_open
+        async with aclosing(merged(generation.streams)) as deltas:
+            async for index, delta in deltas:
+                choice = generation.choices[index]
+                if not begun[index]:
+                    begun[index] = True
+                    yield self._opening(envelope, choice, continuous)
+                choice.add(delta)
+                num_open -= delta.finish_reason is not None
+                if delta.text or delta.finish_reason or wants_every_token:
+                    event = {**envelope, "choices": [self._chunk(choice, delta)]}
+                    if options is not None and options.include_usage:
+                        event["usage"] = generation.usage() if continuous else None
+                    elif num_open == 0:
+                        event["milepost"] = generation.milepost()
+                    yield event
+        if options is not None and options.include_usage:
+            yield {**envelope, "choices": [], "usage": generation.usage(), "milepost": generation.milepost()}
+
+    def _opening(self, envelope: dict[str, Any], choice: Choice, continuous: bool) -> dict[str, Any]:
+        opening = {
+            "index": choice.index,
+            "delta": {"role": "assistant", "content": ""},
+            "finish_reason": None,
+        }
+        event = {**envelope, "choices": [{**opening, "logprobs": None}]}
+        options = self._body.stream_options
+        if options is not None and options.include_usage:
+            event["usage"] = self._generation.usage() if continuous else None
+        if self._body.return_token_ids:
+            event["prompt_token_ids"] = self._generation.prompts[0].token_ids.tolist()
+        return event
+
+    def _chunk(self, choice: Choice, delta: OutputDelta) -> dict[str, Any]:
+        result: dict[str, Any] = {
+            "index": choice.index,
+            "delta": {"content": delta.text},
+            "logprobs": self._logprobs(delta.tokens),
+            "finish_reason": delta.finish_reason,
+        }
+        if delta.finish_reason is not None:
+            result["stop_reason"] = delta.stop_reason
+        if self._body.return_token_ids:
+            result["token_ids"] = delta.token_ids
+        return result
+
+    def _logprobs(self, sampled: list[SampledToken]) -> dict[str, Any] | None:
+        if not self._body.logprobs:
+            return None
+        tokenizer = self._model.tokenizer
+        return {
+            "content": [
+                {
+                    **_token_entry(tokenizer, token.token_id, token.logprob or 0.0),
+                    "top_logprobs": [_token_entry(tokenizer, *entry) for entry in token.top_logprobs],
+                }
+                for token in sampled
+            ]
+        }
+
+
+def _token_entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    data = tokenizer.token_bytes(token_id)
+    return {"token": tokenizer.token_text(token_id), "logprob": logprob, "bytes": list(data)}

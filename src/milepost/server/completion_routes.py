@@ -1,0 +1,205 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from array import array
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from milepost.core.plan import SampledToken
+from milepost.engine.params import OutputLimit, checked_token_ids
+from milepost.engine.serving import ServingModel
+from milepost.engine.tokenizer import Tokenizer
+from milepost.errors import RequestError
+from milepost.server.docs import json_body
+from milepost.server.generation import Choice, Generation, Prompt, Service, begin, check_model
+from milepost.server.schema import CompletionBody, parse_body
+from milepost.server.streams import EventStream, all_accepted, cancel_all, merged, while_connected
+
+DEFAULT_MAX_TOKENS = 16
+MAX_PROMPTS = 1024
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", openapi_extra=json_body(CompletionBody))
+async def completions(request: Request) -> Response:
+    """Continue a text or token ids."""
+    service: Service = request.app.state.service
+    body = await parse_body(CompletionBody, request)
+    body.check_extras()
+    check_model(service, body.model)
+    if body.echo and body.logprobs is not None:
+        raise RequestError("echo", "cannot be combined with `logprobs`: prompts have none on this server")
+    prompts = [Prompt(ids) for ids in await asyncio.to_thread(prompt_token_ids, service.model, body)]
+    completion_id = f"cmpl-{uuid.uuid4().hex}"
+    limit = OutputLimit(body.max_tokens, default=DEFAULT_MAX_TOKENS)
+    generation = begin(service, body, prompts, num_logprobs=body.logprobs, limit=limit, label=completion_id)
+    answer = _Completion(service.model, body, generation, completion_id)
+    await all_accepted(generation.streams)
+    if body.stream:
+        return EventStream(answer.events(), lambda: cancel_all(generation.streams))
+    result = await while_connected(request, answer.whole())
+    return result if isinstance(result, Response) else JSONResponse(result)
+
+
+def prompt_token_ids(model: ServingModel, body: CompletionBody) -> list[array[int]]:
+    """The prompts of a request: a text, a list of texts, token ids, or a list of those.
+
+    Raises:
+        RequestError: anything else, or an empty prompt.
+    """
+    prompt = body.prompt
+    if prompt is None:
+        raise RequestError("prompt", "is missing")
+    if isinstance(prompt, str):
+        prompts: list[Any] = [prompt]
+    elif isinstance(prompt, list) and prompt and all(isinstance(item, str | list) for item in prompt):
+        prompts = prompt
+    elif isinstance(prompt, list):
+        prompts = [prompt]
+    else:
+        raise RequestError(
+            "prompt", "must be a string, a list of strings, token ids, or a list of token id lists"
+        )
+    if len(prompts) > MAX_PROMPTS:
+        raise RequestError("prompt", f"holds {len(prompts)} prompts; at most {MAX_PROMPTS} are allowed")
+    result = []
+    for item in prompts:
+        if isinstance(item, str):
+            item = model.tokenizer.encode_prompt(
+                item,
+                add_special_tokens=body.add_special_tokens is not False,
+                parse_special=bool(body.parse_special),
+            )
+        result.append(array("I", checked_token_ids("prompt", item, model.vocab_size)))
+    return result
+
+
+class _Completion:
+    """Turns deltas into the objects of the completions API."""
+
+    def __init__(
+        self, model: ServingModel, body: CompletionBody, generation: Generation, completion_id: str
+    ) -> None:
+        self._model = model
+        self._body = body
+        self._generation = generation
+        self._envelope = {
+            "id": completion_id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model.name,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """The response without streaming."""
+        generation = self._generation
+        sampled: list[list[SampledToken]] = [[] for _ in generation.choices]
+        async with aclosing(merged(generation.streams)) as deltas:
+            async for index, delta in deltas:
+                generation.choices[index].add(delta)
+                sampled[index].extend(delta.tokens)
+        return {
+            **self._envelope,
+            "choices": [self._whole_choice(choice, sampled[choice.index]) for choice in generation.choices],
+            "usage": generation.usage(),
+            "milepost": generation.milepost(),
+        }
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The chunks of a stream; the last one carries `milepost`, and usage if asked for."""
+        generation = self._generation
+        options = self._body.stream_options
+        continuous = options is not None and options.include_usage and options.continuous_usage_stats
+        wants_every_token = continuous or self._body.logprobs is not None or bool(self._body.return_token_ids)
+        num_open = len(generation.choices)
+        offsets = [0] * num_open
+        begun = [False] * num_open
+        async with aclosing(merged(generation.streams)) as deltas:
+            async for index, delta in deltas:
+                choice = generation.choices[index]
+                choice.add(delta)
+                is_first, begun[index] = not begun[index], True
+                text = (self._echo(choice) if is_first else "") + delta.text
+                num_open -= delta.finish_reason is not None
+                if text or delta.finish_reason or wants_every_token:
+                    chunk = self._choice(choice, text, delta.tokens, offsets[index], is_first=is_first)
+                    chunk["finish_reason"], chunk["stop_reason"] = delta.finish_reason, delta.stop_reason
+                    if self._body.return_token_ids:
+                        chunk["token_ids"] = delta.token_ids
+                    event = {**self._envelope, "choices": [chunk]}
+                    if options is not None and options.include_usage:
+                        event["usage"] = generation.usage() if continuous else None
+                    elif num_open == 0:
+                        event["milepost"] = generation.milepost()
+                    yield event
+                offsets[index] += len(text)
+        if options is not None and options.include_usage:
+            yield {
+                **self._envelope,
+                "choices": [],
+                "usage": generation.usage(),
+                "milepost": generation.milepost(),
+            }
+
+    def _echo(self, choice: Choice) -> str:
+        if not self._body.echo:
+            return ""
+        return self._model.tokenizer.decode(self._generation.prompts[choice.prompt_index].token_ids)
+
+    def _whole_choice(self, choice: Choice, sampled: list[SampledToken]) -> dict[str, Any]:
+        return self._choice(choice, self._echo(choice) + choice.text, sampled, 0, is_first=True)
+
+    def _choice(
+        self,
+        choice: Choice,
+        text: str,
+        sampled: list[SampledToken],
+        offset: int,
+        *,
+        is_first: bool,
+    ) -> dict[str, Any]:
+        wants_logprobs = self._body.logprobs is not None
+        result: dict[str, Any] = {
+            "index": choice.index,
+            "text": text,
+            "logprobs": completion_logprobs(self._model.tokenizer, sampled, offset)
+            if wants_logprobs
+            else None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if self._body.return_token_ids:
+            result["token_ids"] = choice.token_ids
+            if is_first:
+                result["prompt_token_ids"] = self._generation.prompts[choice.prompt_index].token_ids.tolist()
+        return result
+
+
+def completion_logprobs(tokenizer: Tokenizer, sampled: list[SampledToken], offset: int) -> dict[str, Any]:
+    """The completions API's parallel lists; `offset` is where the first token's text starts."""
+    texts = [tokenizer.token_text(token.token_id) for token in sampled]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    top = []
+    for token, text in zip(sampled, texts, strict=True):
+        best = {tokenizer.token_text(token_id): logprob for token_id, logprob in token.top_logprobs}
+        best.setdefault(text, token.logprob or 0.0)
+        top.append(best)
+    return {
+        "tokens": texts,
+        "token_logprobs": [token.logprob for token in sampled],
+        "top_logprobs": top,
+        "text_offset": offsets,
+    }

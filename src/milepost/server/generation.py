@@ -1,0 +1,182 @@
+"""What both generation endpoints do with a prompt: requests, usage, and the `milepost` object."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from milepost.engine.aio import AnswerStream, AsyncEngine
+from milepost.engine.messages import GenerationRequest, OutputDelta, ReuseExplanation
+from milepost.engine.params import (
+    OutputLimit,
+    checked_choices,
+    checked_max_tokens,
+    checked_stop,
+    sampling_params,
+)
+from milepost.engine.serving import ServingModel, cache_domain
+from milepost.errors import RequestError
+from milepost.server.schema import Body
+
+
+@dataclass(slots=True)
+class Service:
+    """What routes need: the model and the asyncio front of its engine."""
+
+    model: ServingModel
+    front: AsyncEngine
+    started_at: int
+
+
+@dataclass(slots=True)
+class Prompt:
+    """Token ids, and the positions worth keeping."""
+
+    token_ids: array[int]
+    wanted: list[tuple[int, str]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Choice:
+    """An answer as it grows.
+
+    Attributes:
+        prompt_index: which of the request's prompts it answers.
+    """
+
+    index: int
+    prompt_index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    reuse: ReuseExplanation | None = None
+
+    def add(self, delta: OutputDelta) -> None:
+        self.text += delta.text
+        self.token_ids.extend(delta.token_ids)
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
+        if delta.reuse is not None:
+            self.reuse = delta.reuse
+
+
+@dataclass(slots=True)
+class Generation:
+    """One HTTP request: its prompts, its choices and their streams (same order)."""
+
+    prompts: list[Prompt]
+    choices: list[Choice]
+    streams: list[AnswerStream]
+    seed: int
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts so far. A prompt counts once however many choices it has; what of it was
+        cached is what its first choice found."""
+        num_prompt = sum(len(prompt.token_ids) for prompt in self.prompts)
+        num_completion = sum(len(choice.token_ids) for choice in self.choices)
+        num_cached = sum(choice.reuse.num_cached_tokens for choice in self._first_choices() if choice.reuse)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_completion,
+            "total_tokens": num_prompt + num_completion,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
+        }
+
+    def milepost(self) -> dict[str, Any]:
+        """The extra object of a response: reuse of the first choice, of every choice if there are
+        more, and the seed that repeats the answer."""
+        explained = [choice for choice in self.choices if choice.reuse is not None]
+        result: dict[str, Any] = {"reuse": None, "seed": self.seed}
+        if explained and explained[0].reuse is not None:
+            result["reuse"] = explained[0].reuse.as_dict()
+        if len(self.choices) > 1:
+            result["choices"] = [
+                {"index": choice.index, "reuse": choice.reuse.as_dict()}
+                for choice in explained
+                if choice.reuse
+            ]
+        return result
+
+    def _first_choices(self) -> list[Choice]:
+        first: dict[int, Choice] = {}
+        for choice in self.choices:
+            first.setdefault(choice.prompt_index, choice)
+        return list(first.values())
+
+
+def check_model(service: Service, name: str | None) -> None:
+    """The `model` field, which may be left out.
+
+    Raises:
+        RequestError: 404 for another model, 400 for an adapter of this one.
+    """
+    served = service.model.name
+    if name is None or name == served:
+        return
+    if name.startswith(f"{served}:"):
+        raise RequestError(
+            "model", "LoRA adapters are not supported by this server", code="unsupported_field"
+        )
+    raise RequestError(
+        "model",
+        f"the model `{name[:200]}` does not exist; this server has `{served}`",
+        code="model_not_found",
+        status=404,
+    )
+
+
+def begin(
+    service: Service,
+    body: Body,
+    prompts: Sequence[Prompt],
+    *,
+    num_logprobs: int | None,
+    limit: OutputLimit,
+    label: str,
+) -> Generation:
+    """Check the options of a request and hand every choice to the engine.
+
+    Raises:
+        RequestError: names the field.
+    """
+    model = service.model
+    n = checked_choices(body.n)
+    stop = checked_stop(body.stop)
+    options = body.sampling_options(num_logprobs)
+    seed = model.seeds.next() if body.seed is None else body.seed
+    domain = cache_domain(body.cache_salt)
+    requests: list[GenerationRequest] = []
+    choices: list[Choice] = []
+    for prompt_index, prompt in enumerate(prompts):
+        max_tokens = checked_max_tokens(
+            limit, len(prompt.token_ids), model.max_model_len, options.min_tokens or 0
+        )
+        for choice_index in range(n):
+            index = len(choices)
+            choices.append(Choice(index, prompt_index))
+            requests.append(
+                GenerationRequest(
+                    prompt_token_ids=prompt.token_ids,
+                    sampling=sampling_params(
+                        options,
+                        seed=seed,
+                        eos_token_ids=model.tokenizer.eos_token_ids,
+                        vocab_size=model.vocab_size,
+                        choice_index=choice_index,
+                    ),
+                    max_tokens=max_tokens,
+                    stop=stop,
+                    include_stop_str_in_output=bool(body.include_stop_str_in_output),
+                    skip_special_tokens=body.skip_special_tokens is not False,
+                    priority=body.priority or 0,
+                    domain=domain,
+                    wanted=prompt.wanted,
+                    conversation=body.prompt_cache_key,
+                    label=label if len(prompts) * n == 1 else f"{label}/{index}",
+                )
+            )
+    streams = [service.front.submit(request) for request in requests]
+    return Generation(list(prompts), choices, streams, seed)

@@ -1,0 +1,205 @@
+"""Request bodies. Unknown fields are kept so that unsupported ones can be refused by name."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.requests import Request
+
+from milepost.engine.params import SamplingOptions
+from milepost.errors import RequestError
+
+log = logging.getLogger(__name__)
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": (),
+    "best_of": (1,),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "kv_transfer_params": (),
+    "logits_processors": ([],),
+    "lora_adapter": (),
+    "lora_name": (),
+    "lora_path": (),
+    "lora_request": (),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"], []),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+"""Fields that would change the answer and are not implemented -> values that ask for nothing."""
+
+HARMLESS = frozenset(
+    {
+        "add_special_tokens", "api_key", "length_penalty", "metadata", "parallel_tool_calls",
+        "prompt_cache_retention", "reasoning_effort", "request_id", "safety_identifier", "service_tier",
+        "session_id", "spaces_between_special_tokens", "store", "user", "verbosity",
+    }
+)  # fmt: skip
+"""Fields of other servers that may be ignored in silence."""
+
+MAX_CACHE_SALT_CHARS = 128
+_warned: set[str] = set()
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Body(BaseModel):
+    """Fields that both generation endpoints share."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    prompt_cache_key: str | None = None
+
+    def check_extras(self) -> None:
+        """Refuse what would change the answer and is not implemented.
+
+        Raises:
+            RequestError: names the field.
+        """
+        for name, value in (self.model_extra or {}).items():
+            if value is None or name in HARMLESS:
+                continue
+            if name in UNSUPPORTED:
+                if value not in UNSUPPORTED[name]:
+                    raise RequestError(
+                        name, f"`{name}` is not supported by this server", code="unsupported_field"
+                    )
+            elif name not in _warned:
+                _warned.add(name)
+                log.warning("request field %r is unknown and ignored", name[:64])
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options", "is only allowed together with `stream: true`")
+        if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= MAX_CACHE_SALT_CHARS:
+            raise RequestError("cache_salt", f"must have between 1 and {MAX_CACHE_SALT_CHARS} characters")
+        if self.priority is not None and not -(1 << 31) <= self.priority < 1 << 31:
+            raise RequestError("priority", "must be a 32-bit integer; lower values run first")
+
+    def sampling_options(self, num_logprobs: int | None) -> SamplingOptions:
+        """The part that is about sampling."""
+        return SamplingOptions(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias,
+            seed=self.seed,
+            num_logprobs=num_logprobs,
+            min_tokens=self.min_tokens,
+            stop_token_ids=self.stop_token_ids or [],
+            ignore_eos=bool(self.ignore_eos),
+        )
+
+
+class CompletionBody(Body):
+    """`POST /v1/completions`. `parse_special`: read control tokens spelled out in a text prompt."""
+
+    prompt: Any = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    parse_special: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class ChatBody(Body):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeBody(BaseModel):
+    """`POST /tokenize`: a `prompt`, or `messages` as for chat."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    parse_special: bool = False
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(BaseModel):
+    """`POST /detokenize`."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    model: str | None = None
+    tokens: list[int]
+
+
+BodyType = TypeVar("BodyType", bound=BaseModel)
+
+
+async def parse_body(kind: type[BodyType], request: Request) -> BodyType:
+    """The request's body, whatever its content type says.
+
+    Raises:
+        RequestError: no JSON, no object, or a field of the wrong type (named).
+    """
+    try:
+        return kind.model_validate_json(await request.body())
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        if first["type"] == "json_invalid":
+            raise RequestError(None, f"the body is not valid JSON: {first['ctx']['error']}") from None
+        # A union adds the name of its branch; the field is what callers know.
+        location = [str(part) for part in first["loc"]]
+        param = location[0] if location else None
+        raise RequestError(param, first["msg"]) from None

@@ -1,0 +1,161 @@
+"""HTTP around answers: several at once, server-sent events, and clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from milepost.engine.aio import AnswerStream
+from milepost.engine.messages import OutputDelta
+from milepost.errors import MilepostError
+from milepost.server.errors import error_object
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+CLIENT_CLOSED_REQUEST = 499
+DONE = b"data: [DONE]\n\n"
+
+
+async def all_accepted(streams: Sequence[AnswerStream]) -> None:
+    """Wait until the scheduler took every answer of a request; cancel all if it refuses one."""
+    try:
+        for stream in streams:
+            await stream.accepted()
+    except BaseException:
+        cancel_all(streams)
+        raise
+
+
+def cancel_all(streams: Sequence[AnswerStream]) -> None:
+    """Abort what has not ended."""
+    for stream in streams:
+        stream.cancel()
+
+
+async def merged(streams: Sequence[AnswerStream]) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+    """Deltas of all answers as they come, each with the index of its answer. Leaving early, or a
+    failure of one, aborts all."""
+    if len(streams) == 1:
+        async with streams[0] as stream:
+            async for delta in stream:
+                yield 0, delta
+        return
+    arrived: asyncio.Queue[tuple[int, OutputDelta | BaseException | None]] = asyncio.Queue()
+
+    async def forward(index: int, stream: AnswerStream) -> None:
+        try:
+            async for delta in stream:
+                arrived.put_nowait((index, delta))
+            arrived.put_nowait((index, None))
+        except MilepostError as error:
+            arrived.put_nowait((index, error))
+
+    tasks = [asyncio.create_task(forward(index, stream)) for index, stream in enumerate(streams)]
+    try:
+        num_open = len(streams)
+        while num_open:
+            index, item = await arrived.get()
+            if item is None:
+                num_open -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        cancel_all(streams)
+
+
+async def while_connected(request: Request, work: Awaitable[T]) -> T | Response:
+    """The result of `work`, or an empty response if the client leaves first (`work` is cancelled)."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.create_task(_disconnected(request.receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    finally:
+        for task in (working, watching):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, MilepostError):
+                await task
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events from an async iterator of JSON objects, ended by `[DONE]`.
+
+    A failure after the first byte is sent as an event with an `error` object. When the client goes,
+    the iterator is closed at once, also while nothing is being sent.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[dict[str, Any], None], on_close: Callable[[], None]) -> None:
+        """
+        Args:
+            on_close: called once whatever happens, also if `events` was never begun.
+        """
+        self.status_code = 200
+        self.background = None
+        self._events = events
+        self._on_close = on_close
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    def init_headers(self, headers: Any = None) -> None:
+        """No content length: it is not known."""
+        content_type = f"{self.media_type}; charset=utf-8".encode()
+        self.raw_headers = [(b"content-type", content_type)]
+        self.raw_headers += [(key.encode(), value.encode()) for key, value in (headers or {}).items()]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.create_task(self._send_all(send))
+        watching = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._on_close()
+            for task in (sending, watching):
+                task.cancel()
+            for task in (sending, watching):
+                with contextlib.suppress(asyncio.CancelledError, OSError):
+                    await task
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+
+        async def send_part(body: bytes) -> None:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        try:
+            async for event in self._events:
+                await send_part(encode_event(event))
+        except MilepostError as error:
+            await send_part(encode_event(error_object(error)[1]))
+        except Exception as error:
+            log.exception("a stream failed")
+            await send_part(encode_event(error_object(error)[1]))
+        finally:
+            await self._events.aclose()
+        await send_part(DONE)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def encode_event(event: dict[str, Any]) -> bytes:
+    """One `data:` line."""
+    return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
