@@ -221,7 +221,7 @@ def measured(
     answers: list[Turn] | None = None,
 ) -> list[Turn]:
     """A run on a fresh engine."""
-    with Progress(transient=True, console=console) as progress:
+    with Progress(transient=True, console=console, disable=not console.is_terminal) as progress:
         model = load_serving_model(directory, options)
         model.engine.start()
         try:
@@ -395,7 +395,7 @@ def main() -> int:
         print_table(
             f"{len(plain)} requests, {num_prompt:,} prompt tokens, {given.dtype}, T = {temperature:g}",
             [
-                "U", "computed", "closed form", "second request reuses", "first token ms", "without cache ms",
+                "U", "computed", "closed form", "second request reuses", "first token, median ms", "without",
                 "answers that differ", "logprob difference",
             ],
             rows,
