@@ -99,13 +99,11 @@ class Driver:
         *parts: tuple[TrackedRequest, int],
         exports: dict[int, list[tuple[int, int]]] | None = None,
         sample: bool = True,
-        in_place: bool = True,
     ) -> StepPlan:
         """One step that processes `count` tokens of each (sequence, count).
 
         Args:
             exports: request id -> (absolute position, slot) pairs, ascending.
-            in_place: the state moves to `running_slot` at once; else it is read where it was.
         """
         self._next_step += 1
         step = StepPlan(self._next_step, [])

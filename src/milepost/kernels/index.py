@@ -59,7 +59,7 @@ class RecurrentIndex:
 
     Attributes:
         spans: per sequence.
-        initial_slots: int64 [sequences], 0 where `starts_at_zero`.
+        initial_slots: int64 [sequences]; any valid slot where `starts_at_zero`.
         starts_at_zero: bool [sequences]; the initial state is zeros and the slot is not read.
         any_zero: whether any entry of `starts_at_zero` is set.
         exports: ascending by sequence, then offset.

@@ -26,7 +26,8 @@ ExpertWeights = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [N, in] times weight [out, in] -> [N, out] in the dtype of both."""
-    return F.linear(x, weight)
+    # Contiguous: with a stride, rows at other alignments may be rounded differently.
+    return F.linear(x.contiguous(), weight)
 
 
 def per_head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -212,7 +212,14 @@ def _recurrent_index(
     starts_at_zero = [slot == ZERO_STATE for slot in initial]
     return RecurrentIndex(
         spans=spans,
-        initial_slots=torch.tensor([max(slot, 0) for slot in initial], dtype=torch.int64),
+        # The running slot stands in where nothing is read: it gets written, so no other record is mapped.
+        initial_slots=torch.tensor(
+            [
+                chunk.running_slots[group] if slot == ZERO_STATE else slot
+                for chunk, slot in zip(chunks, initial, strict=True)
+            ],
+            dtype=torch.int64,
+        ),
         starts_at_zero=torch.tensor(starts_at_zero),
         any_zero=any(starts_at_zero),
         exports=tuple(exports),
