@@ -240,7 +240,10 @@ def the_same_prompt_cut_at_its_tail_keys_it() -> None:
     for retention in (DENSE, 0):
         policy = make(2, 4, checkpoint_alignment=16, retention_interval=retention)
         tokens = prompt(14)
-        run(policy, "a", tokens, [12, 14])
+        request = run(policy, "a", tokens, [12])
+        assert policy.take_offers("a") == [BoundaryOffer(1, request.tables[1][2], 12)]  # a whole block
+        assert policy.schedule("a", 100) == 14 and request.copies == []
+        policy.commit("a")
         assert policy.keyed_positions(tokens) == [12]
         assert replay_hit(policy, tokens) == 12
 
@@ -278,6 +281,7 @@ def owner_past_its_tail(num_tokens: int, tail: int, unit: int, block: int, atten
     assert owner.tables[1][-1] == written
     pool = policy.manager.pool
     assert pool.keys_of(written) == []
+    assert not pool.is_writable(written)  # held until the copy has run
     assert [key.num_tokens for key in pool.keys_of(copy.destination)] == [tail]
     assert policy.take_offers("owner") == [BoundaryOffer(1, copy.destination, tail)]
 
@@ -286,6 +290,7 @@ def owner_past_its_tail(num_tokens: int, tail: int, unit: int, block: int, atten
     assert policy.wait_reason == "same_step"
     assert not policy.request("sibling").is_allocated
     policy.commit("owner")
+    assert pool.is_writable(written)
     assert policy.schedule("sibling", 100) == num_tokens
     sibling = policy.request("sibling")
     state_copy = sibling.copies[-1]
@@ -712,3 +717,29 @@ def test_sparse_retention_with_and_without_drop(drop: bool, expected: list[int])
     tokens = prompt(73 if not drop else 75)
     run(policy, "a", tokens, [32, 64, 72, len(tokens)])
     assert policy.keyed_positions(tokens) == expected
+
+
+@pytest.mark.parametrize(("flagged", "expected"), [(False, [64]), (True, [48, 64])])
+def test_a_flagged_state_group_also_keeps_the_block_below_a_junction(
+    flagged: bool, expected: list[int]
+) -> None:
+    policy = make(4, 16, drop_eagle_block=True, eagle_flags_all_groups=flagged, retention_interval=0)
+    shared = prompt(70)
+    run(policy, "donor", prompt(200, head=shared, seed=5), [200])
+    tokens = prompt(200, head=shared)
+    assert policy.admit("a", tokens).junction == 60
+    request = policy.request("a")
+    policy.schedule("a", 1000, chunk_end=16)
+    request.junction = 64  # on a block, so that only the block below is in question
+    for chunk_end in (32, 48, 64, 80, 96):
+        policy.commit("a")
+        policy.schedule("a", 1000, chunk_end=chunk_end)
+    assert policy.keyed_positions(tokens) == expected
+
+
+@pytest.mark.parametrize(("drop", "expected"), [(False, [16, 32]), (True, [16, 32, 48])])
+def test_an_eagle_group_registers_one_block_past_the_scheduler_block(drop: bool, expected: list[int]) -> None:
+    policy = make(16, 32, 16, partial_hits=False, drop_eagle_block=drop)
+    tokens = prompt(50)
+    run(policy, "a", tokens, [50])
+    assert policy.keyed_positions(tokens, group=0) == expected

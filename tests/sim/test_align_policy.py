@@ -360,6 +360,25 @@ def test_the_engine_runs_everything_and_siblings_take_a_step_more() -> None:
     assert started[1] > 0 and started[2] > 0 and started["other"] == 0
 
 
+def test_a_preempted_request_comes_before_those_that_wait() -> None:
+    policy = make(16, 16, max_tokens_per_step=32)
+    for name, base in (("a", 0), ("b", 1000), ("c", 2000)):
+        policy.admit(name, list(range(base, base + 40)))
+    assert policy.step() == [("a", 0, 32)]
+    policy.commit("a")
+    policy.preempt("a")
+    assert policy.step() == [("a", 32, 40), ("b", 0, 16)]
+
+
+def test_the_threshold_holds_back_a_prefill_that_is_not_alone() -> None:
+    policy = make(16, 16, long_prefill_threshold=32)
+    policy.admit("a", list(range(100)))
+    assert policy.step() == [("a", 0, 96)]
+    policy.commit("a")
+    policy.admit("b", list(range(1000, 1100)))
+    assert policy.step() == [("a", 96, 100), ("b", 0, 32)]
+
+
 def test_the_engine_preempts_the_last_request_when_blocks_run_out() -> None:
     policy = make(16, 16, num_blocks=12, retention_interval=0, max_tokens_per_step=64)
     for name, base in (("a", 0), ("b", 5000)):

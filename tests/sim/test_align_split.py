@@ -151,6 +151,18 @@ def test_a_budget_below_a_block_waits(budget: int) -> None:
         assert ends(300, start=48, budgets=[budget])[0] == 64
 
 
+def test_a_limit_of_exactly_a_block_still_waits_for_whole_blocks() -> None:
+    assert ends(200, budgets=[40], max_tokens_per_step=64) == [WAIT, 64, 128, 192, 200]
+    assert ends(200, budgets=[40], long_prefill_threshold=64) == [WAIT, 64, 128, 192, 200]
+
+
+def test_the_prefill_of_a_resumed_request_ends_before_its_last_token() -> None:
+    """A chunk that ends there is the last one, which is not rounded down to a block."""
+    split = {**BASE, "start": 256, "prompt_tokens": 100, "total_tokens": 300}
+    assert align_split(**split, num_budget_tokens=43) == 43
+    assert align_split(**split, num_budget_tokens=42) == 0
+
+
 @pytest.mark.parametrize("limit", [10, 40, 63])
 @pytest.mark.parametrize("name", ["max_tokens_per_step", "long_prefill_threshold"])
 def test_a_limit_below_a_block_makes_progress_inside_blocks(name: str, limit: int) -> None:
