@@ -80,7 +80,7 @@ def test_noise_is_gumbel() -> None:
 
 def test_sampled_frequencies_are_the_softmax() -> None:
     values = torch.tensor([1.0, 0.0, 2.0, -1.0])
-    count = 20000
+    count = 6000
     for temperature in (1.0, 0.5):
         counts = drawn(values, count, temperature=temperature)
         expected = torch.softmax(values / temperature, dim=-1)
@@ -170,6 +170,18 @@ def test_bias_and_minimum_length() -> None:
     assert one(values, position=0, **stopped).token_id != best
     assert one(values, position=1, **stopped).token_id != best
     assert one(values, position=2, **stopped).token_id == best
+
+
+def test_ids_outside_of_the_vocabulary_have_no_effect() -> None:
+    values = logits(0)[0]
+    best = int(values.argmax())
+    odd = {"logit_bias": {VOCAB: 100.0, -1: 100.0}, "stop_token_ids": [VOCAB + 5, -2], "min_tokens": 3}
+    assert one(values, temperature=0.0, **odd).token_id == best
+
+
+def test_tiny_temperature_is_greedy() -> None:
+    values = logits(3)[0] + 5.0
+    assert set(drawn(values, 50, temperature=1e-300)) == {int(values.argmax())}
 
 
 def test_penalties() -> None:

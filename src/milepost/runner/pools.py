@@ -46,7 +46,12 @@ class RecordPool:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         if sys.platform == "linux":
             flags |= _MAP_NORESERVE
-        self._map = mmap.mmap(-1, self.num_bytes, flags=flags)
+        try:
+            self._map = mmap.mmap(-1, self.num_bytes, flags=flags)
+        except OSError as error:
+            raise ConfigError(
+                "cache_bytes", f"no address space for a pool of {self.num_bytes} bytes ({error}); give less"
+            ) from None
         if hasattr(mmap, "MADV_NOHUGEPAGE"):
             # A huge page would back records that nobody allocated.
             self._map.madvise(mmap.MADV_NOHUGEPAGE)
@@ -106,10 +111,11 @@ def _resident_bytes(address: int, num_bytes: int) -> int:
     total = 0
     for offset in range(0, num_bytes, _MINCORE_BATCH_BYTES):
         length = min(_MINCORE_BATCH_BYTES, num_bytes - offset)
-        flags = ctypes.create_string_buffer(-(-length // mmap.PAGESIZE))
-        if libc.mincore(ctypes.c_void_p(address + offset), ctypes.c_size_t(length), flags) != 0:
+        flags = torch.zeros(-(-length // mmap.PAGESIZE), dtype=torch.uint8)
+        address_of_flags = ctypes.c_void_p(flags.data_ptr())
+        if libc.mincore(ctypes.c_void_p(address + offset), ctypes.c_size_t(length), address_of_flags) != 0:
             raise WorkerError(f"mincore failed with errno {ctypes.get_errno()}")
-        total += sum(flag & 1 for flag in flags.raw) * mmap.PAGESIZE
+        total += int(flags.bitwise_and_(1).sum()) * mmap.PAGESIZE
     return total
 
 

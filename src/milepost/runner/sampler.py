@@ -60,7 +60,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
         ]
         noise = gumbel_noise(keys, logits.shape[1])
         for lane, number in enumerate(noisy):
-            processed[number] = _filtered(processed[number], rows[number].params).double() + noise[lane]
+            processed[number] = _filtered(processed[number], rows[number].params) + noise[lane]
     token_ids = [int(row.argmax()) for row in processed]
     return [
         _with_logprobs(logits[number], token_id, rows[number].params)
@@ -69,18 +69,24 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
 
 
 def _processed(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
-    """Penalties, bias and the minimum length; a copy only if something changes."""
+    """Penalties, bias and the minimum length; a copy only if something changes.
+
+    Ids outside of the vocabulary have no effect.
+    """
     params = row.params
+    vocab_size = logits.shape[0]
     changed = logits
     if row.history is not None and params.needs_history:
         changed = _penalised(logits.clone(), params, row.history)
-    if params.logit_bias:
+    bias = {token_id: value for token_id, value in params.logit_bias.items() if 0 <= token_id < vocab_size}
+    if bias:
         changed = changed.clone() if changed is logits else changed
-        ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
-        changed[ids] += torch.tensor(list(params.logit_bias.values()), dtype=changed.dtype)
-    if row.output_position < params.min_tokens and params.stop_token_ids:
+        ids = torch.tensor(list(bias), dtype=torch.int64)
+        changed[ids] += torch.tensor(list(bias.values()), dtype=changed.dtype)
+    if row.output_position < params.min_tokens:
         changed = changed.clone() if changed is logits else changed
-        changed[torch.tensor(params.stop_token_ids, dtype=torch.int64)] = -math.inf
+        stops = [token_id for token_id in params.stop_token_ids if 0 <= token_id < vocab_size]
+        changed[torch.tensor(stops, dtype=torch.int64)] = -math.inf
     return changed
 
 
@@ -100,8 +106,8 @@ def _penalised(logits: torch.Tensor, params: SamplingParams, history: TokenHisto
 
 
 def _filtered(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Temperature, then -inf for what min-p, top-k and top-p exclude. The best token always stays."""
-    scaled = logits / params.temperature
+    """Temperature, then -inf for what min-p, top-k and top-p exclude; fp64. The best token always stays."""
+    scaled = logits.double() / params.temperature
     if params.min_p > 0.0:
         floor = scaled.max() + math.log(params.min_p)
         scaled = scaled.masked_fill(scaled < floor, -math.inf)
@@ -112,7 +118,7 @@ def _filtered(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     ordered, order = torch.sort(scaled, descending=True, stable=True)
     kept = top_k or scaled.shape[0]
     if params.top_p < 1.0:
-        before = torch.softmax(ordered[:kept].double(), dim=-1).cumsum(-1)
+        before = torch.softmax(ordered[:kept], dim=-1).cumsum(-1)
         kept = 1 + int((before[:-1] < params.top_p).sum())
     result = torch.full_like(scaled, -math.inf)
     result[order[:kept]] = ordered[:kept]
