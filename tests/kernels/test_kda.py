@@ -115,6 +115,19 @@ def test_export_is_the_state_of_a_run_that_stops_there(
     assert_close(final, states[-1], 1e-5)
 
 
+@pytest.mark.parametrize("position", [0, 5, 16, 43])
+def test_tiles_lie_on_the_absolute_grid(position: int) -> None:
+    """Cut at a multiple of 16 and resumed, the same tiles are computed: no bit changes."""
+    count = 80
+    rows, initial = random_rows(count, seed=position), random_state()
+    whole, final, _ = kda_chunk(rows, initial, position=position)
+    grid = (position // TILE + 2) * TILE - position
+    head, state, _ = kda_chunk(rows.between(0, grid), initial, position=position)
+    rest, end, _ = kda_chunk(rows.between(grid, count), state, position=position + grid)
+    assert torch.equal(torch.cat([head, rest]), whole)
+    assert torch.equal(end, final)
+
+
 @pytest.mark.parametrize("gate", [40.0, 1e4, 1e30, float("inf")])
 def test_strong_gates_are_exact_and_finite(gate: float) -> None:
     """Any sum of g underflows exp; none may overflow, and weak gates behind strong ones stay exact."""
