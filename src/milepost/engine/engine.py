@@ -30,6 +30,7 @@ from milepost.engine.explain import ReuseExplainer
 from milepost.engine.messages import (
     Accepted,
     EngineError,
+    EngineStopped,
     Failed,
     FinishedRequest,
     GenerationRequest,
@@ -37,7 +38,7 @@ from milepost.engine.messages import (
     ReuseExplanation,
 )
 from milepost.engine.tokenizer import Tokenizer
-from milepost.errors import InvariantError, MilepostError
+from milepost.errors import InvariantError, MilepostError, WorkerError
 
 T = TypeVar("T")
 
@@ -203,9 +204,10 @@ class Engine:
         self._post(run, lambda: future.set_exception(self._dead()))
         return future
 
-    def _dead(self) -> EngineError:
-        return EngineError(
-            f"the engine has stopped: {self.failure}" if self.failure else "the engine is shutting down"
+    def _dead(self) -> EngineStopped:
+        failure = self.failure
+        return EngineStopped(
+            f"the engine has stopped: {failure}" if failure else "the engine is shutting down"
         )
 
     # ------------------------------------------------------------------ in the engine thread
@@ -248,7 +250,7 @@ class Engine:
         self._needs_flush_step = bool(plan.chunks or updates)
         self._deliver(updates)
         if self._failed_steps >= MAX_FAILED_STEPS_IN_A_ROW:
-            raise EngineError(f"the worker failed {self._failed_steps} steps in a row, last: {result.error}")
+            raise WorkerError(f"{self._failed_steps} steps failed in a row, the last with {result.error}")
         if not self._has_work() or self._clock() - self._stats_at >= STATS_INTERVAL_SECONDS:
             self._take_stats()
         if not plan.chunks and self._scheduler.has_unfinished_requests:

@@ -1,0 +1,130 @@
+"""A real server on a loopback port, over the tensor-less worker."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+from prometheus_client.parser import text_string_to_metric_families
+from tests.engine.byte_worker import ByteWorker, small_geometry
+from tests.engine.tiny_tokenizer import KIMI_TEMPLATE, write_model_directory
+
+from milepost.config import CacheConfig, SchedulerConfig
+from milepost.core.scheduler import Scheduler
+from milepost.engine.chat import ChatRenderer
+from milepost.engine.engine import Engine
+from milepost.engine.serving import SeedSource, ServingModel
+from milepost.engine.tokenizer import Tokenizer
+from milepost.server.app import Server
+
+HTTP = httpx.Client(timeout=60, trust_env=False, verify=False)
+"""Shared: making a client costs more than a request."""
+MATCH_UNIT = 16
+MAX_MODEL_LEN = 2048
+
+
+@dataclass
+class Running:
+    """A server and everything behind it."""
+
+    url: str
+    model: ServingModel
+    worker: ByteWorker
+    scheduler: Scheduler
+
+    def client(self, **options) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60, **options)
+
+    def async_client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def post(self, path: str, body: object) -> httpx.Response:
+        return HTTP.post(f"{self.url}{path}", json=body)
+
+    def get(self, path: str) -> httpx.Response:
+        return HTTP.get(f"{self.url}{path}")
+
+    def metrics(self) -> dict[str, float]:
+        """Sample name with labels other than model and engine -> value."""
+        values = {}
+        for family in text_string_to_metric_families(self.get("/metrics").text):
+            for sample in family.samples:
+                labels = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
+                listed = ",".join(f"{key}={value}" for key, value in labels.items())
+                values[f"{sample.name}{{{listed}}}" if labels else sample.name] = sample.value
+        return values
+
+    def wait_idle(self) -> None:
+        """Until core and worker hold nothing for any request; then the core must be sound."""
+        deadline = time.monotonic() + 20
+        while self.scheduler.has_unfinished_requests or self.worker.live:
+            assert time.monotonic() < deadline, "requests are left in core or worker"
+            time.sleep(0.005)
+        stats = self.model.engine.fresh_stats().result(10)
+        assert stats.num_running == stats.num_waiting == 0
+        assert stats.running_state_bytes == 0
+        assert self.scheduler.audit() == []
+
+
+def serving_model(
+    directory: Path,
+    *,
+    cache_bytes: int,
+    caching: bool = True,
+    max_model_len: int = MAX_MODEL_LEN,
+    seed: int | None = None,
+) -> tuple[ServingModel, ByteWorker, Scheduler]:
+    geometry = small_geometry(MATCH_UNIT)
+    tokenizer = Tokenizer.from_directory(directory)
+    worker = ByteWorker(geometry, tokenizer)
+    cache = CacheConfig(cache_bytes, MATCH_UNIT, enable_prefix_caching=caching)
+    config = SchedulerConfig(128, 32, max_model_len)
+    scheduler = Scheduler(geometry, cache, config)
+    model = ServingModel(
+        name="tiny",
+        engine=Engine(scheduler, worker, tokenizer),
+        tokenizer=tokenizer,
+        chat=ChatRenderer.from_directory(directory, tokenizer),
+        geometry=geometry,
+        cache=cache,
+        scheduler=config,
+        max_model_len=scheduler.max_model_len,
+        vocab_size=tokenizer.vocab_size,
+        seeds=SeedSource(seed),
+    )
+    return model, worker, scheduler
+
+
+@contextmanager
+def running_server(
+    directory: Path, *, cache_bytes: int = 32 << 20, template: str | None = KIMI_TEMPLATE, **options
+) -> Iterator[Running]:
+    """Serves from a thread of this process until the block ends."""
+    write_model_directory(directory, template=template)
+    model, worker, scheduler = serving_model(directory, cache_bytes=cache_bytes, **options)
+    listening = threading.Event()
+    address: list[tuple[str, int]] = []
+
+    def on_listening(host: str, port: int) -> None:
+        address.append((host, port))
+        listening.set()
+
+    server = Server(model, "127.0.0.1", 0, on_listening)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    assert listening.wait(20), "the server did not start"
+    host, port = address[0]
+    try:
+        yield Running(f"http://{host}:{port}", model, worker, scheduler)
+    finally:
+        worker.gate.set()
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive(), "the server did not stop"
+        assert worker.closed, "the worker was not closed"
