@@ -42,6 +42,7 @@ chunks = st.builds(
     exports=st.lists(exports, max_size=3),
     num_samples=st.integers(0, 1),
     output_position=ints,
+    captures_logits=st.booleans(),
 )
 started = st.builds(
     messages.WorkerRequest,
@@ -78,6 +79,7 @@ results = st.builds(
             end=ints,
             exported_positions=st.lists(ints, max_size=3),
             sampled=st.lists(sampled, max_size=2),
+            logits=st.binary(max_size=8),
         ),
         max_size=3,
     ),

@@ -263,6 +263,22 @@ def test_acknowledges_what_was_written(moe: Driver) -> None:
     assert moe.run(StepPlan(77, [])).step_id == 77
 
 
+def test_captured_logits_are_those_of_the_last_row(moe: Driver) -> None:
+    tokens = random_tokens(40, moe.model.vocab_size, seed=12)
+    for sample in (True, False):
+        request = moe.sequence(tokens, 0)
+        other = moe.sequence(tokens[:9], 1)
+        plan = moe.plan((other, 9), (request, 40), sample=sample)
+        plan.chunks[1].captures_logits = True
+        expected = moe.logits(copy.deepcopy(plan))[-1]
+        moe.run(StepPlan(5, [], finished=[request.request_id, other.request_id]))
+        first, second = moe.run(plan).chunk_results
+        assert first.logits == b""
+        captured = torch.frombuffer(bytearray(second.logits), dtype=torch.float32)
+        torch.testing.assert_close(captured, expected, rtol=0, atol=1e-4)
+        assert len(second.sampled) == int(sample)
+
+
 def test_greedy_generation_equals_argmax_of_cold_runs(moe: Driver) -> None:
     tokens = random_tokens(20, moe.model.vocab_size, seed=13)
     request = moe.sequence(tokens, 0)

@@ -58,12 +58,12 @@ class Batch:
     """A step as tensors.
 
     Attributes:
-        sample_chunks: numbers of the chunks that sample, and `sample_rows` int64 their last rows.
+        head_chunks: numbers of the chunks whose last row needs logits, and `head_rows` int64 these rows.
     """
 
     inputs: StepInputs
-    sample_chunks: tuple[int, ...]
-    sample_rows: torch.Tensor
+    head_chunks: tuple[int, ...]
+    head_rows: torch.Tensor
 
 
 def build_batch(
@@ -100,15 +100,17 @@ def build_batch(
         )
         for group in range(geometry.num_recurrent_groups)
     ]
-    sampling = tuple(number for number, chunk in enumerate(plan.chunks) if chunk.num_samples)
+    heads = tuple(
+        number for number, chunk in enumerate(plan.chunks) if chunk.num_samples or chunk.captures_logits
+    )
     return Batch(
         inputs=StepInputs(
             token_ids,
             attention[0] if attention else None,
             recurrent[0] if recurrent else None,
         ),
-        sample_chunks=sampling,
-        sample_rows=torch.tensor([spans[number].end_row - 1 for number in sampling], dtype=torch.int64),
+        head_chunks=heads,
+        head_rows=torch.tensor([spans[number].end_row - 1 for number in heads], dtype=torch.int64),
     )
 
 

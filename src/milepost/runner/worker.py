@@ -14,7 +14,6 @@ from milepost.core.geometry import CacheGeometry
 from milepost.core.plan import (
     ChunkPlan,
     ChunkResult,
-    SampledToken,
     SamplingParams,
     StepPlan,
     StepResult,
@@ -168,41 +167,45 @@ class TorchWorker:
         if not plan.chunks:
             return StepResult(plan.step_id, [])
         batch, hidden = self.hidden_states(plan)
-        sampled, failed = self._sample(plan, batch, hidden)
-        results = [
-            _chunk_result(chunk, sampled.get(number, []))
+        results: dict[int, ChunkResult] = {
+            number: ChunkResult(
+                chunk.request_id, chunk.end, [export.position for export in chunk.exports], []
+            )
             for number, chunk in enumerate(plan.chunks)
-            if number not in failed
-        ]
+        }
+        failed = self._add_heads(plan, batch, hidden, results)
         error = None
         if failed:
             names = ", ".join(str(plan.chunks[number].request_id) for number in failed)
             error = f"logits of request {names} are not finite"
-        return StepResult(plan.step_id, results, error)
+        return StepResult(plan.step_id, list(results.values()), error)
 
-    def _sample(
-        self, plan: StepPlan, batch: Batch, hidden: torch.Tensor
-    ) -> tuple[dict[int, list[SampledToken]], list[int]]:
-        """Chunk number -> its tokens, and the chunks whose logits are not finite."""
-        if not batch.sample_chunks:
-            return {}, []
-        logits = self._model.decoder.logits(hidden.index_select(0, batch.sample_rows))
+    def _add_heads(
+        self, plan: StepPlan, batch: Batch, hidden: torch.Tensor, results: dict[int, ChunkResult]
+    ) -> list[int]:
+        """Samples, and captures logits where asked for; drops and returns the chunks that are not finite."""
+        if not batch.head_chunks:
+            return []
+        logits = self._model.decoder.logits(hidden.index_select(0, batch.head_rows))
         finite = torch.isfinite(logits).all(-1).tolist()
-        lanes = [lane for lane, ok in enumerate(finite) if ok]
-        failed = [number for number, ok in zip(batch.sample_chunks, finite, strict=True) if not ok]
-        if not lanes:
-            return {}, failed
-        chunks = {lane: plan.chunks[batch.sample_chunks[lane]] for lane in lanes}
-        rows = []
-        for lane in lanes:
-            state = self._request(chunks[lane].request_id)
-            rows.append(SamplingRow(state.sampling, chunks[lane].output_position, state.history))
-        tokens = sample(logits if not failed else logits[lanes], rows)
-        for row, token in zip(rows, tokens, strict=True):
+        failed = [number for number, ok in zip(batch.head_chunks, finite, strict=True) if not ok]
+        for number in failed:
+            del results[number]
+        sampling: list[tuple[int, SamplingRow]] = []
+        for lane, number in enumerate(batch.head_chunks):
+            chunk = plan.chunks[number]
+            if number in results and chunk.captures_logits:
+                results[number].logits = logits[lane].numpy().astype("<f4").tobytes()
+            if number in results and chunk.num_samples:
+                state = self._request(chunk.request_id)
+                sampling.append((lane, SamplingRow(state.sampling, chunk.output_position, state.history)))
+        if not sampling:
+            return failed
+        lanes = [lane for lane, _ in sampling]
+        rows = [row for _, row in sampling]
+        tokens = sample(logits if len(lanes) == logits.shape[0] else logits[lanes], rows)
+        for lane, row, token in zip(lanes, rows, tokens, strict=True):
+            results[batch.head_chunks[lane]].sampled.append(token)
             if row.history is not None:
                 row.history.output[token.token_id] += 1
-        return {batch.sample_chunks[lane]: [token] for lane, token in zip(lanes, tokens, strict=True)}, failed
-
-
-def _chunk_result(chunk: ChunkPlan, sampled: list[SampledToken]) -> ChunkResult:
-    return ChunkResult(chunk.request_id, chunk.end, [export.position for export in chunk.exports], sampled)
+        return failed
