@@ -21,7 +21,7 @@ from milepost.engine.chat import ChatRenderer
 from milepost.engine.engine import Engine
 from milepost.engine.serving import SeedSource, ServingModel
 from milepost.engine.tokenizer import Tokenizer
-from milepost.server.app import Server
+from milepost.server.app import Server, bind
 
 HTTP = httpx.Client(timeout=60, trust_env=False, verify=False)
 """Shared: making a client costs more than a request."""
@@ -109,19 +109,18 @@ def running_server(
     write_model_directory(directory, template=template)
     model, worker, scheduler = serving_model(directory, cache_bytes=cache_bytes, **options)
     listening = threading.Event()
-    address: list[tuple[str, int]] = []
+    address: list[str] = []
 
-    def on_listening(host: str, port: int) -> None:
-        address.append((host, port))
+    def on_listening(url: str) -> None:
+        address.append(url)
         listening.set()
 
-    server = Server(model, "127.0.0.1", 0, on_listening)
-    thread = threading.Thread(target=server.run, daemon=True)
+    server = Server(model, bind(port=0), on_listening)
+    thread = threading.Thread(target=server.serve_until_stopped, daemon=True)
     thread.start()
     assert listening.wait(20), "the server did not start"
-    host, port = address[0]
     try:
-        yield Running(f"http://{host}:{port}", model, worker, scheduler)
+        yield Running(address[0], model, worker, scheduler)
     finally:
         worker.gate.set()
         server.should_exit = True

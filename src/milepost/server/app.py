@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from milepost import __version__
 from milepost.engine.aio import AsyncEngine
 from milepost.engine.serving import ServingModel
+from milepost.errors import ConfigError
 from milepost.server import chat_routes, completion_routes, utility_routes
 from milepost.server.errors import install_error_handlers
 from milepost.server.generation import Service
@@ -21,8 +22,6 @@ from milepost.server.metrics import ServerMetrics
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
-
-log = logging.getLogger(__name__)
 
 
 def build_app(model: ServingModel) -> FastAPI:
@@ -50,39 +49,52 @@ def build_app(model: ServingModel) -> FastAPI:
     return app
 
 
+def bind(host: str = DEFAULT_HOST, port: int = DEFAULT_PORT) -> socket.socket:
+    """A socket bound to the address; port 0 = any free one.
+
+    Raises:
+        ConfigError: the address is taken, or not this machine's.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigError("port", f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    return listener
+
+
 class Server(uvicorn.Server):
-    """A uvicorn server that tells when it listens, and where (port 0 = any free one)."""
+    """Serves a model on a bound socket.
+
+    Args:
+        on_listening: called with the base URL once requests are answered.
+    """
 
     def __init__(
         self,
         model: ServingModel,
-        host: str,
-        port: int,
-        on_listening: Callable[[str, int], None] | None = None,
+        listener: socket.socket,
+        on_listening: Callable[[str], None] | None = None,
     ) -> None:
         config = uvicorn.Config(
-            build_app(model),
-            host=host,
-            port=port,
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=5,
+            build_app(model), log_level="warning", access_log=False, timeout_graceful_shutdown=5
         )
         super().__init__(config)
+        self._listener = listener
         self._on_listening = on_listening
 
-    async def startup(self, sockets: list | None = None) -> None:  # type: ignore[type-arg]
+    def serve_until_stopped(self) -> None:
+        """Until a signal arrives or `should_exit` is set."""
+        self.run(sockets=[self._listener])
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started and self._on_listening is not None:
-            host, port = self.servers[0].sockets[0].getsockname()[:2]
-            self._on_listening(host, port)
-
-
-def serve(
-    model: ServingModel,
-    host: str = DEFAULT_HOST,
-    port: int = DEFAULT_PORT,
-    on_listening: Callable[[str, int], None] | None = None,
-) -> None:
-    """Serve until interrupted."""
-    Server(model, host, port, on_listening).run()
+            host, port = self._listener.getsockname()[:2]
+            self._on_listening(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")

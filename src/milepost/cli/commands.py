@@ -1,0 +1,189 @@
+"""serve, chat, complete, info: argument parsing, errors as one line on stderr."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from milepost import __version__
+from milepost.cli import options as opt
+from milepost.config import DEFAULT_DECODE_INTERVAL, DEFAULT_MATCH_UNIT, SchedulerConfig
+from milepost.errors import ConfigError, MilepostError
+
+app = typer.Typer(
+    name="milepost",
+    help="Serve hybrid language models; a prompt prefix is never computed twice.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+EXTRAS = {
+    "torch": "cpu", "safetensors": "cpu", "numpy": "cpu", "tokenizers": "cpu",
+    "fastapi": "server", "uvicorn": "server", "jinja2": "server", "prometheus_client": "server",
+}  # fmt: skip
+"""Package -> the extra of `pip install milepost[...]` that brings it."""
+
+_DEFAULT_SCHEDULER = SchedulerConfig()
+
+
+def run() -> None:
+    """Parse and run; expected errors end with a message and status 2, not with a traceback."""
+    try:
+        app()
+    except ConfigError as error:
+        flag = error.field.replace("_", "-")
+        _fail(str(error).replace(error.field, f"--{flag}", 1) if _is_flag(error.field) else str(error))
+    except MilepostError as error:
+        _fail(str(error))
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        _fail(f"this command needs {error.name}; install it with: pip install 'milepost[{extra}]'")
+
+
+def _fail(message: str) -> None:
+    Console(stderr=True).print("error:", message, style="red", highlight=False, markup=False, soft_wrap=True)
+    sys.exit(2)
+
+
+def _is_flag(field: str) -> bool:
+    flags = {
+        "cache_bytes", "prefix_match_unit", "prefix_cache_retention_interval", "decode_interval",
+        "max_model_len", "max_num_batched_tokens", "max_num_seqs", "dtype", "seed", "host", "port",
+    }  # fmt: skip
+    return field in flags
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"milepost {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Serve hybrid language models; a prompt prefix is never computed twice."""
+
+
+@app.command()
+def serve(
+    model: opt.Model = None,
+    host: Annotated[str, typer.Option("--host", help="Address to bind.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 = any free one.")] = 8000,
+    served_model_name: Annotated[
+        str | None, typer.Option("--served-model-name", help="Name in the API. Default: the directory's.")
+    ] = None,
+    max_model_len: opt.MaxModelLen = None,
+    dtype: opt.Dtype = "auto",
+    seed: opt.ServerSeed = None,
+    cache_bytes: opt.CacheBytes = opt.DEFAULT_CACHE_SIZE,
+    prefix_match_unit: opt.MatchUnit = DEFAULT_MATCH_UNIT,
+    prefix_cache_retention_interval: opt.RetentionInterval = None,
+    decode_interval: opt.DecodeInterval = DEFAULT_DECODE_INTERVAL,
+    enable_prefix_caching: opt.PrefixCaching = True,
+    max_num_batched_tokens: opt.MaxBatchedTokens = _DEFAULT_SCHEDULER.max_num_batched_tokens,
+    max_num_seqs: opt.MaxSeqs = _DEFAULT_SCHEDULER.max_num_seqs,
+) -> None:
+    """Serve a model over the OpenAI API."""
+    from milepost.cli.serve import serve_model
+
+    options = opt.serving_options(
+        cache_bytes=cache_bytes,
+        prefix_match_unit=prefix_match_unit,
+        prefix_cache_retention_interval=prefix_cache_retention_interval,
+        decode_interval=decode_interval,
+        enable_prefix_caching=enable_prefix_caching,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        dtype=dtype,
+        seed=seed,
+        served_model_name=served_model_name,
+    )
+    serve_model(model, options, host, port)
+
+
+@app.command()
+def chat(
+    model: opt.Model = None,
+    system: Annotated[str | None, typer.Option("--system", help="System prompt.")] = None,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 = greedy.")] = 0.7,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of an answer.")] = 256,
+    max_model_len: opt.MaxModelLen = None,
+    dtype: opt.Dtype = "auto",
+    seed: opt.ServerSeed = None,
+    cache_bytes: opt.CacheBytes = opt.DEFAULT_CACHE_SIZE,
+    prefix_match_unit: opt.MatchUnit = DEFAULT_MATCH_UNIT,
+    enable_prefix_caching: opt.PrefixCaching = True,
+) -> None:
+    """Chat in the terminal; every turn shows what was reused and what was computed."""
+    from milepost.cli.chat import chat_with_model
+
+    options = opt.serving_options(
+        cache_bytes=cache_bytes,
+        prefix_match_unit=prefix_match_unit,
+        enable_prefix_caching=enable_prefix_caching,
+        max_model_len=max_model_len,
+        dtype=dtype,
+        seed=seed,
+    )
+    chat_with_model(model, options, system=system, temperature=temperature, max_tokens=max_tokens)
+
+
+@app.command()
+def complete(
+    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
+    model: Annotated[
+        str | None, typer.Option("--model", help="Model directory. Default: the embedded one.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of the answer.")] = 64,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 = greedy.")] = 0.0,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="Stop string; may be repeated.")] = None,
+    max_model_len: opt.MaxModelLen = None,
+    dtype: opt.Dtype = "auto",
+    seed: opt.ServerSeed = None,
+    cache_bytes: opt.CacheBytes = opt.DEFAULT_CACHE_SIZE,
+) -> None:
+    """Continue a text and print the continuation."""
+    from pathlib import Path
+
+    from milepost.cli.complete import complete_text
+
+    options = opt.serving_options(
+        cache_bytes=cache_bytes, max_model_len=max_model_len, dtype=dtype, seed=seed
+    )
+    complete_text(
+        None if model is None else Path(model), options, prompt,
+        max_tokens=max_tokens, temperature=temperature, stop=stop or [],
+    )  # fmt: skip
+
+
+@app.command()
+def info(
+    model: opt.Model = None,
+    max_model_len: opt.MaxModelLen = None,
+    dtype: opt.Dtype = "auto",
+    cache_bytes: opt.CacheBytes = opt.DEFAULT_CACHE_SIZE,
+    prefix_match_unit: opt.MatchUnit = DEFAULT_MATCH_UNIT,
+    prefix_cache_retention_interval: opt.RetentionInterval = None,
+) -> None:
+    """Show a model's layers, cache sizes and what fits a budget; reads no weights."""
+    from milepost.cli.info import show_info
+
+    options = opt.serving_options(
+        cache_bytes=cache_bytes,
+        prefix_match_unit=prefix_match_unit,
+        prefix_cache_retention_interval=prefix_cache_retention_interval,
+        max_model_len=max_model_len,
+        dtype=dtype,
+    )
+    show_info(model, options)

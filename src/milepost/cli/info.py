@@ -1,0 +1,66 @@
+"""`milepost info`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from milepost.cli.fit import fit_of
+from milepost.cli.sizes import format_size
+
+if TYPE_CHECKING:
+    from milepost.engine.serving import ServingOptions
+
+
+def show_info(directory: Path | None, options: ServingOptions) -> None:
+    """Print a table about a model and a budget, from config.json alone.
+
+    Raises:
+        ConfigError, CheckpointFileError: the model cannot be served, or not with this budget.
+    """
+    from milepost.engine.serving import EMBEDDED_MODEL, check_budget
+    from milepost.models.description import describe, model_directory
+
+    path = model_directory(EMBEDDED_MODEL if directory is None else directory)
+    about = describe(path, dtype=options.dtype)
+    cache = options.cache_config()
+    geometry = about.layout.geometry(options.match_unit)
+    max_model_len = check_budget(geometry, cache, about.max_model_len, options.max_model_len)
+    fit = fit_of(geometry, cache, max_model_len)
+    table = Table(title=str(path.resolve().name), show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
+    rows = {
+        "model type": about.model_type,
+        "parameters": f"{about.num_parameters:,}",
+        "dtype": about.dtype,
+        "layers": _layers(about.layer_kinds) + f"; {about.num_moe_layers} with experts",
+        "vocabulary": f"{about.vocab_size:,}",
+        "declared context": f"{about.max_model_len:,} tokens",
+        "KV bytes per token": f"{geometry.bytes_per_token:,}",
+        "bytes per state": f"{geometry.state_bytes:,} ({format_size(geometry.state_bytes)})",
+        "one state costs as much as": _break_even(geometry.state_bytes, geometry.bytes_per_token),
+        "match unit": f"{cache.match_unit} tokens; a page record takes {format_size(geometry.unit_bytes)}",
+        "checkpoint interval": f"{fit.checkpoint_interval} tokens"
+        + (" (default)" if cache.checkpoint_interval is None else ""),
+        "smallest prompt that can hit": f"{fit.smallest_hit_prompt} tokens",
+        "budget": format_size(cache.cache_bytes),
+        "longest request": f"{fit.longest_request:,} tokens",
+        "of these at once": f"{fit.num_longest_requests:,}",
+        "prefixes kept": f"about {fit.cached_tokens:,} tokens with {fit.num_checkpoints:,} checkpoints",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    Console().print(table)
+
+
+def _layers(kinds: tuple[str, ...]) -> str:
+    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds)))
+    return f"{len(kinds)} ({counts})"
+
+
+def _break_even(state_bytes: int, bytes_per_token: int) -> str:
+    return f"{state_bytes / bytes_per_token:,.0f} tokens of KV" if bytes_per_token else "(no KV)"

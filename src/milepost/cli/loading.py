@@ -1,0 +1,61 @@
+"""Loading a model with progress on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+from milepost.cli.fit import fit_line, fit_of
+
+if TYPE_CHECKING:
+    from milepost.engine.serving import ServingModel, ServingOptions
+
+
+def load(directory: Path | None, options: ServingOptions, console: Console) -> ServingModel:
+    """Load a model, say what it is and what fits.
+
+    Raises:
+        ConfigError, CheckpointFileError: see `load_serving_model`.
+    """
+    from milepost.engine.serving import load_serving_model
+
+    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("loading", total=None)
+
+        def on_progress(num_done: int, num_all: int) -> None:
+            progress.update(task, completed=num_done, total=num_all)
+
+        model = load_serving_model(directory, options, on_progress)
+    about = model.description
+    if about is not None:
+        kinds = ", ".join(
+            f"{about.layer_kinds.count(kind)} {kind}" for kind in sorted(set(about.layer_kinds))
+        )
+        console.print(
+            f"[bold]{model.name}[/bold]: {about.model_type}, {about.num_parameters:,} parameters, "
+            f"{about.num_layers} layers ({kinds}), {about.dtype}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    console.print(
+        fit_line(fit_of(model.geometry, model.cache, model.max_model_len), model.cache),
+        highlight=False,
+        soft_wrap=True,
+    )
+    return model
+
+
+@contextmanager
+def started(model: ServingModel) -> Iterator[ServingModel]:
+    """The model with its engine running; closed at the end."""
+    model.engine.start()
+    try:
+        yield model
+    finally:
+        model.close()

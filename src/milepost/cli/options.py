@@ -1,0 +1,82 @@
+"""Command-line options shared by the commands. Names are those users know from other servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from milepost.cli.sizes import parse_size
+from milepost.config import DEFAULT_DECODE_INTERVAL, DEFAULT_MATCH_UNIT
+
+Model = Annotated[
+    Path | None,
+    typer.Argument(
+        help="Model directory: config.json, *.safetensors, tokenizer.json. Default: the embedded model."
+    ),
+]
+CacheBytes = Annotated[
+    str, typer.Option("--cache-bytes", help="One budget for pages and states, like 1GiB or 512MiB.")
+]
+MatchUnit = Annotated[
+    int, typer.Option("--prefix-match-unit", help="Tokens; the finest boundary where a hit may land.")
+]
+RetentionInterval = Annotated[
+    int | None,
+    typer.Option(
+        "--prefix-cache-retention-interval",
+        help="Tokens between checkpoints along a prompt; 0 = semantic ones only. Default: from the model.",
+    ),
+]
+DecodeInterval = Annotated[
+    int, typer.Option("--decode-interval", help="Tokens between checkpoints kept along an answer; 0 = none.")
+]
+PrefixCaching = Annotated[
+    bool,
+    typer.Option(
+        "--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse prefixes of earlier requests."
+    ),
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        "--max-model-len", help="Prompt and output tokens of a request. Default: what model and budget allow."
+    ),
+]
+MaxBatchedTokens = Annotated[
+    int, typer.Option("--max-num-batched-tokens", help="Tokens computed per step, over all requests.")
+]
+MaxSeqs = Annotated[int, typer.Option("--max-num-seqs", help="Requests that run at the same time.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32 or bfloat16.")]
+ServerSeed = Annotated[
+    int | None, typer.Option("--seed", help="Seed for requests that bring none. Default: a random one each.")
+]
+
+DEFAULT_CACHE_SIZE = "1GiB"
+
+
+def serving_options(
+    *,
+    cache_bytes: str = DEFAULT_CACHE_SIZE,
+    prefix_match_unit: int = DEFAULT_MATCH_UNIT,
+    prefix_cache_retention_interval: int | None = None,
+    decode_interval: int = DEFAULT_DECODE_INTERVAL,
+    dtype: str = "auto",
+    **others: Any,
+) -> Any:
+    """`engine.serving.ServingOptions` from option values (imported late: it needs the extras).
+
+    Raises:
+        ConfigError: a value that cannot work, by its name.
+    """
+    from milepost.engine.serving import ServingOptions
+
+    return ServingOptions(
+        cache_bytes=parse_size(cache_bytes),
+        match_unit=prefix_match_unit,
+        checkpoint_interval=prefix_cache_retention_interval,
+        decode_interval=decode_interval,
+        dtype=None if dtype == "auto" else dtype,
+        **others,
+    )

@@ -1,0 +1,46 @@
+"""`milepost serve`."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from milepost.cli.fit import fit_of
+from milepost.cli.loading import load
+
+if TYPE_CHECKING:
+    from milepost.engine.serving import ServingOptions
+
+
+def serve_model(directory: Path | None, options: ServingOptions, host: str, port: int) -> None:
+    """Load a model and serve it until interrupted. The port is taken before anything is loaded."""
+    from milepost.server.app import Server, bind
+
+    console = Console(stderr=True)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    for name in ("httpx", "uvicorn.error", "asyncio"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    with bind(host, port) as listener:
+        model = load(directory, options, console)
+        fit = fit_of(model.geometry, model.cache, model.max_model_len)
+        caching = "on" if model.cache.enable_prefix_caching else "off"
+        console.print(
+            f"in force: prefix caching {caching}, match unit {model.cache.match_unit}, "
+            f"retention interval {fit.checkpoint_interval}, decode interval {model.cache.decode_interval}, "
+            f"{model.scheduler.max_num_batched_tokens} tokens per step, "
+            f"{model.scheduler.max_num_seqs} requests at once",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+        def on_listening(address: str) -> None:
+            console.print(
+                f"listening on [bold]{address}[/bold] (OpenAI API at {address}/v1)",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+        Server(model, listener, on_listening).serve_until_stopped()
