@@ -298,10 +298,11 @@ class Scheduler:
     # -- admission -----------------------------------------------------------------------------
 
     def _admit(self, plan: StepPlan, num_budget_tokens: int) -> None:
+        known_to_wait: set[int] = set()
         for request in self.waiting:
             if num_budget_tokens < 1 or len(self.running) >= self.config.max_num_seqs:
                 return
-            if self._is_caching and self.siblings.awaited_boundary(request):
+            if self._is_caching and self.siblings.awaited_boundary(request, known_to_wait):
                 self.cache.counters.num_sibling_waits += 1
                 continue
             if self._blocked_head == request.request_id:

@@ -13,7 +13,7 @@ from milepost.core.request import Request, RequestStatus
 from milepost.core.units import floor_div
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Following:
     """`follower` shares [0, boundary) tokens with `leader`, which is going to compute them."""
 
@@ -25,6 +25,9 @@ class Following:
 class Siblings:
     """Prefixes that are going to be computed, by chain key.
 
+    A key belongs to one request: a leader owns the units from its own boundary (0 if it follows nobody)
+    to the end, its followers the units behind theirs.
+
     Invariant: if the key of unit i is registered, so are the keys of all units before it.
     """
 
@@ -35,7 +38,7 @@ class Siblings:
         self._owner: dict[bytes, Request] = {}
         self._keys: dict[int, list[bytes]] = {}
         self._following: dict[int, Following] = {}
-        self._followers: dict[int, dict[int, Request]] = {}
+        self._followers: dict[int, dict[int, Following]] = {}
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -56,7 +59,7 @@ class Siblings:
         leader = self._owner[keys[shared - 1]]
         following = Following(request, leader, shared * self.match_unit)
         self._following[request.request_id] = following
-        self._followers.setdefault(leader.request_id, {})[request.request_id] = request
+        self._follow(following, leader)
         return following
 
     def _num_registered(self, keys: list[bytes]) -> int:
@@ -69,17 +72,26 @@ class Siblings:
                 high = middle - 1
         return low
 
-    def awaited_boundary(self, request: Request) -> int:
-        """Boundary (tokens) that `request` should wait for now; 0 = it should not wait."""
-        following = self._following.get(request.request_id)
-        if following is None:
-            return 0
-        leader = following.leader
-        if leader.num_processed >= following.boundary:
-            return 0
-        if leader.status is RequestStatus.RUNNING:
-            return following.boundary
-        return following.boundary if self.awaited_boundary(leader) else 0
+    def awaited_boundary(self, request: Request, known: set[int] | None = None) -> int:
+        """Boundary (tokens) that `request` should wait for now; 0 = it should not wait.
+
+        A leader that waits for its own leader is waited for too. `known` collects the requests found
+        to wait, so that looking at all of a long chain once costs no more than its length.
+        """
+        own = self._following.get(request.request_id)
+        following = own
+        visited: list[int] = []
+        while following is not None:
+            leader = following.leader
+            if leader.num_processed >= following.boundary:
+                return 0
+            visited.append(following.follower.request_id)
+            if leader.status is RequestStatus.RUNNING or (known is not None and leader.request_id in known):
+                if known is not None:
+                    known.update(visited)
+                return own.boundary if own is not None else 0
+            following = self._following.get(leader.request_id)
+        return 0
 
     def overtake(self, request: Request) -> list[Following]:
         """`request` is about to be computed before a leader that waits (it came back from a preemption,
@@ -88,48 +100,85 @@ class Siblings:
         while True:
             following = self._following.get(request.request_id)
             if following is None or following.leader.status is RequestStatus.RUNNING:
-                return changed
-            changed += self.leave(following.leader, heir=request)
-            relation = self.register(following.leader)
+                return [r for r in changed if self._following.get(r.follower.request_id) is r]
+            leader = following.leader
+            changed += self.leave(leader, heir=request)
+            relation = self.register(leader)
             if relation is not None:
                 changed.append(relation)
 
     def leave(self, request: Request, heir: Request | None = None) -> list[Following]:
-        """Remove a request whose prefill is over or will not happen. Its followers are led by `heir`,
-        or by the first of them, from now on; returns these new relations."""
-        request_id = request.request_id
-        if request_id not in self._keys:
-            return []
-        self._forget_keys(request)
-        following = self._following.pop(request_id, None)
-        if following is not None:
-            self._followers[following.leader.request_id].pop(request_id, None)
-        orphans = self._followers.pop(request_id, {})
-        changed = []
-        for orphan in orphans.values():
-            self._following.pop(orphan.request_id, None)
-            self._forget_keys(orphan)
-        for orphan in sorted(orphans.values(), key=lambda orphan: orphan is not heir):
-            relation = self.register(orphan)
-            if relation is not None:
-                changed.append(relation)
-        return changed
+        """Remove a request whose prefill is over or will not happen; returns the new relations, one
+        per leader and boundary.
 
-    def _forget_keys(self, request: Request) -> None:
-        for key in self._keys.pop(request.request_id, ()):
-            if self._owner.get(key) is request:
-                del self._owner[key]
+        Its followers are led from now on by `heir`, else by one that runs, else by the one that
+        shares most with it. The new leader takes over the keys up to its boundary; followers that
+        share more than that are led by the next one, and so on. O(units + followers).
+        """
+        keys = self._keys.pop(request.request_id, None)
+        if keys is None:
+            return []
+        following = self._following.pop(request.request_id, None)
+        leader = following.leader if following is not None else None
+        if leader is not None:
+            del self._followers[leader.request_id][request.request_id]
+        first = position = floor_div(following.boundary, self.match_unit) if following is not None else 0
+        orphans = list(self._followers.pop(request.request_id, {}).values())
+        changed: dict[tuple[int, int], Following] = {}
+        while orphans:
+            chosen = self._choose(orphans, heir)
+            shared = floor_div(chosen.boundary, self.match_unit)
+            self._take_over(chosen.follower, keys[position - first : shared - first])
+            following_it = [o for o in orphans if o is not chosen and o.boundary <= chosen.boundary]
+            orphans = [o for o in orphans if o.boundary > chosen.boundary]
+            if leader is None:
+                del self._following[chosen.follower.request_id]
+            else:
+                chosen.boundary = position * self.match_unit
+                self._follow(chosen, leader)
+                changed[leader.request_id, chosen.boundary] = chosen
+            leader, position = chosen.follower, shared
+            for orphan in following_it:
+                self._follow(orphan, leader)
+                changed[leader.request_id, orphan.boundary] = orphan
+        for key in keys[position - first :]:
+            del self._owner[key]
+        return list(changed.values())
+
+    @staticmethod
+    def _choose(orphans: list[Following], heir: Request | None) -> Following:
+        return max(
+            orphans,
+            key=lambda o: (o.follower is heir, o.follower.status is RequestStatus.RUNNING, o.boundary),
+        )
+
+    def _take_over(self, request: Request, keys: list[bytes]) -> None:
+        for key in keys:
+            self._owner[key] = request
+        self._keys[request.request_id] = keys + self._keys[request.request_id]
+
+    def _follow(self, following: Following, leader: Request) -> None:
+        following.leader = leader
+        self._followers.setdefault(leader.request_id, {})[following.follower.request_id] = following
 
     def audit(self) -> list[str]:
-        """The invariant, and that owners are registered."""
+        """Owners are registered, keys form whole prefixes, and both directions of a relation agree."""
         problems = []
+        num_owned = 0
         for request_id, own in self._keys.items():
+            num_owned += len(own)
             for key in own:
                 owner = self._owner.get(key)
                 if owner is None or owner.request_id != request_id:
                     problems.append(f"siblings: a key of request {request_id} is owned by somebody else")
+        if num_owned != len(self._owner):
+            problems.append("siblings: a key belongs to nobody's list")
         for request_id, following in self._following.items():
-            if following.leader.request_id not in self._keys:
-                leader_id = following.leader.request_id
+            leader_id = following.leader.request_id
+            if leader_id not in self._keys:
                 problems.append(f"siblings: request {request_id} follows {leader_id}, who left")
+            if self._followers.get(leader_id, {}).get(request_id) is not following:
+                problems.append(f"siblings: leader {leader_id} does not know its follower {request_id}")
+        if sum(len(f) for f in self._followers.values()) != len(self._following):
+            problems.append("siblings: a leader lists a request that does not follow it")
         return problems
