@@ -111,7 +111,8 @@ class _Terminal:
             self._console.print(
                 f"reused {reuse.num_cached_tokens:,} of {reuse.num_prompt_tokens:,} prompt tokens, "
                 f"computed {reuse.num_computed_tokens:,} ({reuse.reason}); "
-                f"first token after {1000 * first:.0f} ms, {num_tokens} tokens in {time.perf_counter() - begun:.1f} s",
+                f"first token after {1000 * first:.0f} ms, "
+                f"{num_tokens} tokens in {time.perf_counter() - begun:.1f} s",
                 style="dim",
                 highlight=False,
                 soft_wrap=True,

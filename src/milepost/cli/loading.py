@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,13 +24,7 @@ def load(directory: Path | None, options: ServingOptions, console: Console) -> S
     """
     from milepost.engine.serving import load_serving_model
 
-    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("loading", total=None)
-
-        def on_progress(num_done: int, num_all: int) -> None:
-            progress.update(task, completed=num_done, total=num_all)
-
+    with _progress(console) as on_progress:
         model = load_serving_model(directory, options, on_progress)
     about = model.description
     if about is not None:
@@ -49,6 +43,26 @@ def load(directory: Path | None, options: ServingOptions, console: Console) -> S
         soft_wrap=True,
     )
     return model
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal; elsewhere a line per quarter."""
+    if not console.is_terminal:
+        shown = [0]
+
+        def on_quarter(num_done: int, num_all: int) -> None:
+            quarter = 4 * num_done // max(1, num_all)
+            if quarter > shown[0]:
+                shown[0] = quarter
+                console.print(f"loading: {25 * quarter} %", highlight=False)
+
+        yield on_quarter
+        return
+    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("loading", total=None)
+        yield lambda num_done, num_all: progress.update(task, completed=num_done, total=num_all)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -90,8 +91,10 @@ class Server(uvicorn.Server):
         self._on_listening = on_listening
 
     def serve_until_stopped(self) -> None:
-        """Until a signal arrives or `should_exit` is set."""
-        self.run(sockets=[self._listener])
+        """Until a signal arrives or `should_exit` is set; open requests get five seconds."""
+        # uvicorn hands the interrupt on once everything is shut down: it was the wish to stop.
+        with contextlib.suppress(KeyboardInterrupt):
+            self.run(sockets=[self._listener])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

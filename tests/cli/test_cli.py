@@ -1,0 +1,213 @@
+"""The command line over the tensor-less worker, and its errors."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+
+import pytest
+from tests.engine.tiny_tokenizer import write_model_directory
+from tests.server.serving import serving_model
+
+from milepost import __version__
+from milepost.cli import main
+from milepost.cli.fit import fit_of
+from milepost.cli.sizes import format_size, parse_size
+from milepost.config import CacheConfig
+from milepost.core.geometry import AttentionGroupSpec, CacheGeometry, RecurrentGroupSpec
+from milepost.engine import serving
+from milepost.engine.serving import ServingOptions
+from milepost.errors import ConfigError
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys) -> Run:
+    """`run("info", "--cache-bytes", "1GiB", stdin="")` -> (status, stdout, stderr)."""
+
+    def call(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["milepost", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.setenv("NO_COLOR", "1")
+        status = 0
+        try:
+            main()
+        except SystemExit as error:
+            status = int(error.code or 0)
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return call
+
+
+@pytest.fixture
+def tiny(monkeypatch, tmp_path) -> list[ServingOptions]:
+    """Commands load the tensor-less model; the options they asked for are collected."""
+    seen: list[ServingOptions] = []
+    write_model_directory(tmp_path)
+
+    def load(directory, options, progress=None):
+        options.cache_config()
+        seen.append(options)
+        if progress is not None:
+            progress(50, 100)
+        model, worker, _ = serving_model(tmp_path, cache_bytes=options.cache_bytes, seed=options.seed)
+        workers.append(worker)
+        return model
+
+    workers: list = []
+    monkeypatch.setattr(serving, "load_serving_model", load)
+    yield seen
+    assert all(worker.closed for worker in workers), "a command left its engine running"
+
+
+def test_help_and_version_name_every_command(run: Run) -> None:
+    status, out, _ = run("--help")
+    assert status == 0
+    assert all(command in out for command in ("serve", "chat", "complete", "info"))
+    assert run("--version") == (0, f"milepost {__version__}\n", "")
+
+
+def test_serve_has_the_flags_users_know(run: Run) -> None:
+    _, out, _ = run("serve", "--help")
+    for flag in (
+        "--host", "--port", "--served-model-name", "--max-model-len", "--dtype", "--seed", "--cache-bytes",
+        "--prefix-match-unit", "--prefix-cache-retention-interval", "--decode-interval",
+        "--max-num-batched-tokens", "--max-num-seqs", "--enable-prefix-caching", "--no-enable-prefix-caching",
+    ):  # fmt: skip
+        assert flag in out, flag
+
+
+def test_complete(run: Run, tiny: list[ServingOptions]) -> None:
+    status, out, err = run("complete", "say {{hello there}}")
+    assert (status, out) == (0, "hello there\n")
+    assert "smallest prompt that can hit: 17 tokens" in err
+    assert "loading: 50 %" in err
+    assert run("complete", "-", "--stop", "there", stdin="{{hello there}}")[1] == "hello \n"
+    assert run("complete", "{{bytes:hello}}", "--max-tokens", "2")[1] == "he\n"
+    options = ("--seed", "3", "--temperature", "1", "--max-tokens", "9")
+    assert run("complete", "anything", *options) == run("complete", "anything", *options)
+    assert tiny[-1].seed == 3
+
+
+def test_complete_refuses_bad_input(run: Run, tiny: list[ServingOptions]) -> None:
+    assert run("complete", "")[0] == 2
+    assert "empty" in run("complete", "")[2]
+    assert "temperature" not in run("complete", "x", "--max-tokens", "0")[1]
+    assert "at least 1" in run("complete", "x", "--max-tokens", "0")[2]
+    assert "at least 0" in run("complete", "x", "--temperature", "-1")[2]
+
+
+def test_chat_shows_what_each_turn_cost(run: Run, tiny: list[ServingOptions]) -> None:
+    long = "the quick brown fox jumps over the lazy dog " * 4
+    status, out, err = run(
+        "chat", "--temperature", "0", "--system", long,
+        stdin="first {{one}}\n\nsecond {{two}}\n/help\n/reset\nthird {{three}}\n/exit\nnever\n",
+    )  # fmt: skip
+    assert status == 0
+    assert out == "one\ntwo\nthree\n"
+    costs = [line for line in err.splitlines() if "reused" in line]
+    assert len(costs) == 3
+    reused = [int(line.split("reused ")[1].split(" of")[0].replace(",", "")) for line in costs]
+    assert reused[0] == 0
+    assert 0 < reused[2] < reused[1], "after a reset only the system prompt is shared"
+    assert all("first token after" in line and "computed" in line for line in costs)
+
+
+def test_chat_survives_an_overlong_turn(run: Run, tiny: list[ServingOptions]) -> None:
+    status, out, err = run("chat", "--temperature", "0", stdin="word " * 4000 + "\n{{still here}}\n")
+    assert (status, out) == (0, "still here\n")
+    assert "2048 tokens" in err
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("info", "--cache-bytes", "lots"), "--cache-bytes: 'lots' is not a size"),
+        (("info", "--cache-bytes", "10KiB"), "--cache-bytes: 10,240 bytes cannot hold one request"),
+        (("info", "--cache-bytes", "1MiB", "--max-model-len", "30000"), "which needs"),
+        (("info", "--max-model-len", "10000000"), "--max-model-len: 10000000 is more than"),
+        (("info", "--dtype", "int3"), "--dtype: 'int3' is not supported"),
+        (("info", "--prefix-match-unit", "0"), "--prefix-match-unit: must be at least 1"),
+        (
+            ("info", "--prefix-cache-retention-interval", "50"),
+            "--prefix-cache-retention-interval: must be 0 or",
+        ),
+        (("info", "/no/such/model"), "/no/such/model"),
+        (("serve", "/no/such/model", "--port", "0"), "/no/such/model"),
+        (("serve", "--host", "999.1.1.1"), "--port: cannot listen on 999.1.1.1:8000"),
+        (("complete", "x", "--cache-bytes", "10KiB"), "cannot hold one request"),
+    ],
+)
+def test_errors_are_one_line_that_names_the_flag(run: Run, arguments: tuple[str, ...], text: str) -> None:
+    status, out, err = run(*arguments)
+    assert status == 2
+    assert err.startswith("error: ") and text in err, err
+    assert "Traceback" not in err and out == ""
+
+
+def test_a_taken_port_is_found_before_anything_is_loaded(run: Run, tiny: list[ServingOptions]) -> None:
+    from milepost.server.app import bind
+
+    with bind(port=0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        status, _, err = run("serve", "--port", str(port))
+    assert status == 2 and f"--port: cannot listen on 127.0.0.1:{port}" in err
+    assert tiny == []
+
+
+def test_a_missing_extra_is_named(run: Run, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    monkeypatch.delitem(sys.modules, "milepost.engine.serving")
+    for name in [name for name in sys.modules if name.startswith("milepost.engine")]:
+        monkeypatch.delitem(sys.modules, name)
+    status, _, err = run("complete", "x")
+    assert status == 2 and "pip install 'milepost[cpu]'" in err
+
+
+# ---------------------------------------------------------------- arithmetic
+
+
+def test_sizes() -> None:
+    sizes = {"1GiB": 1 << 30, "512 MiB": 512 << 20, "1.5g": 3 << 29, "2GB": 2 * 10**9, "7": 7, "4k": 4096}
+    for text, size in sizes.items():
+        assert parse_size(text) == size
+    for text in ("", "GiB", "-1", "1XB", "1 2"):
+        with pytest.raises(ConfigError):
+            parse_size(text)
+    assert [format_size(n) for n in (10, 1536, 3 << 30)] == ["10 B", "1.5 KiB", "3.0 GiB"]
+
+
+def test_what_fits_is_what_the_sizes_say() -> None:
+    geometry = CacheGeometry(16, (AttentionGroupSpec("a", 256),), (RecurrentGroupSpec("r", 8192),))
+    fit = fit_of(geometry, CacheConfig(1 << 20, 16, checkpoint_interval=512), 1000)
+    assert fit.num_longest_requests == (1 << 20) // (63 * 4096 + 8192)
+    assert fit.num_checkpoints == (1 << 20) // (32 * 4096 + 8192)
+    assert fit.cached_tokens == fit.num_checkpoints * 512
+    assert fit.smallest_hit_prompt == 17
+    assert (
+        fit_of(geometry, CacheConfig(1 << 20, 16, enable_prefix_caching=False), 9).smallest_hit_prompt is None
+    )
+    assert fit_of(geometry, CacheConfig(1 << 20, 16, checkpoint_interval=0), 1000).checkpoint_interval == 0
+
+
+def test_info_of_the_embedded_model(run: Run) -> None:
+    status, out, err = run("info", "--cache-bytes", "64MiB")
+    assert (status, err) == (0, "")
+    for text in (
+        "kimi_linear",
+        "bytes per state",
+        "KV bytes per token",
+        "33 tokens",
+        "64.0 MiB",
+        "kda",
+        "mla",
+    ):
+        assert text in out, text
