@@ -358,6 +358,18 @@ def test_where_templates_come_from(tmp_path) -> None:
     assert not ChatTemplates.from_directory(tmp_path / "none", {}, {})
 
 
+def test_developer_is_system_for_a_template_that_does_not_know_it() -> None:
+    named = renderer("{% for m in messages %}{{ m.role }}:{{ m.content }} {% endfor %}")
+    prompt = named.render([{"role": "developer", "content": "x"}, user("y")])
+    assert TOKENIZER.decode(prompt.token_ids) == "system:x user:y "
+    knowing = renderer(
+        "{% for m in messages %}{{ m.role }} {% if m.role == 'developer' %}D{% endif %}{% endfor %}"
+    )
+    assert (
+        TOKENIZER.decode(knowing.render([{"role": "developer", "content": "x"}]).token_ids) == "developer D"
+    )
+
+
 def test_tool_arguments_reach_the_template_as_objects() -> None:
     chat = renderer("{{ messages[0].tool_calls[0].function.arguments.city }}")
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"city": "Rome"}'}}

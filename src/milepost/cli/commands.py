@@ -54,7 +54,8 @@ def _fail(message: str) -> None:
 def _is_flag(field: str) -> bool:
     flags = {
         "cache_bytes", "prefix_match_unit", "prefix_cache_retention_interval", "decode_interval",
-        "max_model_len", "max_num_batched_tokens", "max_num_seqs", "dtype", "seed", "host", "port",
+        "max_states_per_path", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "dtype", "seed",
+        "host", "port",
     }  # fmt: skip
     return field in flags
 
@@ -89,6 +90,7 @@ def serve(
     prefix_match_unit: opt.MatchUnit = DEFAULT_MATCH_UNIT,
     prefix_cache_retention_interval: opt.RetentionInterval = None,
     decode_interval: opt.DecodeInterval = DEFAULT_DECODE_INTERVAL,
+    max_states_per_path: opt.MaxStatesPerPath = None,
     enable_prefix_caching: opt.PrefixCaching = True,
     max_num_batched_tokens: opt.MaxBatchedTokens = _DEFAULT_SCHEDULER.max_num_batched_tokens,
     max_num_seqs: opt.MaxSeqs = _DEFAULT_SCHEDULER.max_num_seqs,
@@ -101,6 +103,7 @@ def serve(
         prefix_match_unit=prefix_match_unit,
         prefix_cache_retention_interval=prefix_cache_retention_interval,
         decode_interval=decode_interval,
+        max_states_per_path=max_states_per_path,
         enable_prefix_caching=enable_prefix_caching,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,

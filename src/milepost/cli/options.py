@@ -32,6 +32,10 @@ RetentionInterval = Annotated[
 DecodeInterval = Annotated[
     int, typer.Option("--decode-interval", help="Tokens between checkpoints kept along an answer; 0 = none.")
 ]
+MaxStatesPerPath = Annotated[
+    int | None,
+    typer.Option("--max-states-per-path", help="Checkpoints kept along one path. Default: no bound."),
+]
 PrefixCaching = Annotated[
     bool,
     typer.Option(

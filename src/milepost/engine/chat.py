@@ -80,9 +80,16 @@ class ChatRenderer:
         """
         if not messages:
             raise RequestError("messages", "must hold at least one message")
+        template = self._templates.choose(with_tools=bool(tools))
+        prepared = [self._prepare(message) for message in messages]
+        if not template.knows_developer:
+            # The newer name of the same role; templates that do not know it treat it as anything.
+            for message in prepared:
+                if message["role"] == "developer":
+                    message["role"] = "system"
         conversation = _Conversation(
-            self._templates.choose(with_tools=bool(tools)),
-            [self._prepare(message) for message in messages],
+            template,
+            prepared,
             self._shield.value(list(tools)) if tools else None,
             self._shield.value(dict(variables or {})),
             self,

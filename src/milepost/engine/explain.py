@@ -79,7 +79,8 @@ class ReuseExplainer:
             same += 1
         if same == len(answer.token_ids) or same == len(again):
             return None
-        return start + same if self._visible(again).startswith(self._visible(answer.token_ids)) else None
+        said = self._visible(answer.token_ids)
+        return start + same if self._visible(again, len(said)).startswith(said) else None
 
     def _longest_answer_inside(self, domain: CacheDomain, prompt: array[int]) -> _Answer | None:
         lengths = sorted(
@@ -97,11 +98,11 @@ class ReuseExplainer:
             best = self._answers.get((domain, digest.copy().digest()), best)
         return best
 
-    def _visible(self, token_ids: array[int]) -> bytes:
-        """Bytes a client sees, up to the first special token behind them."""
-        pieces = []
+    def _visible(self, token_ids: array[int], max_bytes: int | None = None) -> bytes:
+        """Bytes a client sees, up to the first special token behind them, or about `max_bytes`."""
+        text = bytearray()
         for token_id in token_ids:
-            if self._tokenizer.is_special(token_id):
+            if self._tokenizer.is_special(token_id) or (max_bytes is not None and len(text) >= max_bytes):
                 break
-            pieces.append(self._tokenizer.token_bytes(token_id))
-        return b"".join(pieces)
+            text += self._tokenizer.token_bytes(token_id)
+        return bytes(text)

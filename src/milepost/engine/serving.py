@@ -45,6 +45,7 @@ class ServingOptions:
     enable_prefix_caching: bool = True
     checkpoint_interval: int | None = None
     decode_interval: int = DEFAULT_DECODE_INTERVAL
+    max_states_per_path: int | None = None
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     max_model_len: int | None = None
@@ -60,6 +61,7 @@ class ServingOptions:
             enable_prefix_caching=self.enable_prefix_caching,
             checkpoint_interval=self.checkpoint_interval,
             decode_interval=self.decode_interval,
+            max_states_per_path=self.max_states_per_path,
         )
 
 

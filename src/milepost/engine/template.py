@@ -50,6 +50,9 @@ def _strftime_now(pattern: str) -> str:
 class ChatTemplate:
     """One Jinja chat template with the functions published templates expect.
 
+    Attributes:
+        knows_developer: whether the role `developer` appears in it.
+
     Args:
         source: Jinja text.
         named_tokens: `bos_token` and the like, visible to the template.
@@ -66,6 +69,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._named_tokens = dict(named_tokens or {})
+        self.knows_developer = "developer" in source
         try:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
