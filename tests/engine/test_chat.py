@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine.tiny_tokenizer import KIMI_TEMPLATE, NOT_SPECIAL, SETTINGS, SPECIAL, spec
 
-from milepost.engine.chat import ChatRenderer, common_prefix
+from milepost.engine.chat import ChatRenderer, _Conversation, common_prefix
 from milepost.engine.shield import Shield, new_mark
 from milepost.engine.template import ChatTemplates
 from milepost.engine.tokenizer import Tokenizer

@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import json
 from array import array
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from milepost.engine.shield import Shield, new_mark
 from milepost.engine.template import ChatTemplate, ChatTemplates
 from milepost.engine.tokenizer import Tokenizer
 from milepost.errors import RequestError
 
-FIRST_MESSAGE_BOUNDARIES = 4
-LAST_MESSAGE_BOUNDARIES = 12
-"""Message ends that are looked for: a long agent transcript has hundreds, each costs a rendering."""
+FIRST_MESSAGE_BOUNDARIES = 2
+LAST_MESSAGE_BOUNDARIES = 6
+"""Message ends that are looked for. A long transcript has hundreds, each costs a rendering, and those in
+the middle were among the last ones in earlier turns."""
 
 SENTINEL_TEXTS = ("Alpha", "7 ~beta")
 """Two texts that share no first character, so that their common prefix is the template's own."""
 
 Message = dict[str, Any]
+Sliceable = TypeVar("Sliceable", str, "array[int]")
 Variant = tuple[list[Message], list[Any] | None]
 """Messages and tools of one sentinel rendering."""
 
@@ -37,6 +40,21 @@ class RenderedPrompt:
 
     token_ids: array[int]
     wanted: list[tuple[int, str]]
+
+
+@dataclass(slots=True)
+class EncodedText:
+    """Rendered text and its ids.
+
+    Attributes:
+        ends: characters up to the end of each control token, from 0.
+        counts: token ids up to there.
+    """
+
+    text: str
+    token_ids: array[int] = field(default_factory=lambda: array("I"))
+    ends: list[int] = field(default_factory=lambda: [0])
+    counts: list[int] = field(default_factory=lambda: [0])
 
 
 class ChatRenderer:
@@ -50,6 +68,7 @@ class ChatRenderer:
     def __init__(self, tokenizer: Tokenizer, templates: ChatTemplates) -> None:
         self._tokenizer = tokenizer
         self._templates = templates
+        self.longest_control = max((len(t.content) for t in tokenizer.control_tokens), default=0)
         self._mark = new_mark()
         self._shield = Shield(tokenizer.control_tokens, self._mark)
         self._assistant_shield = Shield((t for t in tokenizer.control_tokens if t.special), self._mark)
@@ -94,23 +113,24 @@ class ChatRenderer:
             self._shield.value(dict(variables or {})),
             self,
         )
-        ids = conversation.ids(conversation.messages, conversation.tools, add_generation_prompt)
-        wanted = conversation.boundaries(ids) if find_boundaries else []
-        return RenderedPrompt(ids, wanted)
+        prompt = conversation.prompt(add_generation_prompt)
+        wanted = conversation.boundaries(prompt) if find_boundaries else []
+        return RenderedPrompt(prompt.token_ids, wanted)
 
-    def encode(self, rendered: str) -> array[int]:
+    def encode(self, rendered: str) -> EncodedText:
         """Ids of rendered text: control tokens where the template put them, marks taken out."""
-        ids: array[int] = array("I")
-        pending = ""
-        for part in self._tokenizer.split_control(rendered):
-            if isinstance(part, int):
-                ids.extend(self._tokenizer.encode_array(pending.replace(self._mark, "")))
-                ids.append(part)
-                pending = ""
-            else:
-                pending += part
-        ids.extend(self._tokenizer.encode_array(pending.replace(self._mark, "")))
-        return ids
+        encoded = EncodedText(rendered)
+        for start, end, token_id in self._tokenizer.find_control(rendered):
+            self._append_text(encoded, rendered[encoded.ends[-1] : start])
+            encoded.token_ids.append(token_id)
+            encoded.ends.append(end)
+            encoded.counts.append(len(encoded.token_ids))
+        self._append_text(encoded, rendered[encoded.ends[-1] :])
+        return encoded
+
+    def _append_text(self, encoded: EncodedText, text: str) -> None:
+        if text:
+            encoded.token_ids.extend(self._tokenizer.encode_array(text.replace(self._mark, "")))
 
     def _prepare(self, message: Mapping[str, Any]) -> Message:
         shield = self._assistant_shield if message.get("role") == "assistant" else self._shield
@@ -142,15 +162,15 @@ class _Conversation:
     variables: dict[str, Any]
     renderer: ChatRenderer
 
-    def ids(
-        self, messages: list[Message], tools: list[Any] | None, add_generation_prompt: bool
-    ) -> array[int]:
-        text = self.template.render(
+    def prompt(self, add_generation_prompt: bool) -> EncodedText:
+        return self.renderer.encode(self._render(self.messages, self.tools, add_generation_prompt))
+
+    def _render(self, messages: list[Message], tools: list[Any] | None, add_generation_prompt: bool) -> str:
+        return self.template.render(
             messages, tools, add_generation_prompt=add_generation_prompt, variables=self.variables
         )
-        return self.renderer.encode(text)
 
-    def boundaries(self, prompt: array[int]) -> list[tuple[int, str]]:
+    def boundaries(self, prompt: EncodedText) -> list[tuple[int, str]]:
         """Positions in `prompt`, ascending; where two reasons meet, `history` is the one kept."""
         found: dict[int, str] = {}
         for position in self._message_positions(prompt):
@@ -159,18 +179,27 @@ class _Conversation:
             found[position] = "history"
         return sorted((position, reason) for position, reason in found.items() if position > 0)
 
-    def _shared(self, prompt: array[int], variants: Sequence[Variant]) -> int:
-        """Length of the prefix of `prompt` that every variant shares; 0 if the template refuses one."""
-        shared = len(prompt)
+    def _shared(self, prompt: EncodedText, variants: Sequence[Variant]) -> int:
+        """Token ids at the start of `prompt` that every variant shares; 0 if the template refuses one."""
+        shared = len(prompt.token_ids)
         for messages, tools in variants:
             try:
-                other = self.ids(messages, tools, False)
+                other = self._render(messages, tools, False)
             except RequestError:
                 return 0
-            shared = min(shared, common_prefix(prompt, other))
+            shared = min(shared, self._shared_with(prompt, other))
         return shared
 
-    def _history_positions(self, prompt: array[int]) -> list[int]:
+    def _shared_with(self, prompt: EncodedText, other: str) -> int:
+        """Common prefix of ids. Up to the last control token well inside the common text they are equal;
+        only what follows is encoded."""
+        num_chars = common_prefix(prompt.text, other) - self.renderer.longest_control
+        known = max(0, bisect_right(prompt.ends, num_chars) - 1)
+        end, count = prompt.ends[known], prompt.counts[known]
+        rest = self.renderer.encode(other[end:]).token_ids
+        return count + common_prefix(prompt.token_ids[count : count + len(rest)], rest)
+
+    def _history_positions(self, prompt: EncodedText) -> list[int]:
         """What the next user turn and the next tool result will share with this prompt."""
         user_turns: list[Variant] = []
         tool_turns: list[Variant] = []
@@ -186,7 +215,7 @@ class _Conversation:
             positions.append(self._shared(prompt, tool_turns))
         return positions
 
-    def _message_positions(self, prompt: array[int]) -> list[int]:
+    def _message_positions(self, prompt: EncodedText) -> list[int]:
         positions = self._preamble_positions(prompt)
         ends = range(1, len(self.messages))
         if len(ends) > FIRST_MESSAGE_BOUNDARIES + LAST_MESSAGE_BOUNDARIES:
@@ -195,13 +224,15 @@ class _Conversation:
             chosen = list(ends)
         for end in chosen:
             following = self.messages[end]
-            variants = [
-                ([*self.messages[:end], _with_text(following, text)], self.tools) for text in SENTINEL_TEXTS
-            ]
-            positions.append(self._shared(prompt, variants))
+            # The prompt itself is one continuation; another that begins differently is enough.
+            begins = str(following.get("content", "")).lstrip()[:1]
+            text = next(text for text in SENTINEL_TEXTS if text[0] != begins)
+            positions.append(
+                self._shared(prompt, [([*self.messages[:end], _with_text(following, text)], self.tools)])
+            )
         return positions
 
-    def _preamble_positions(self, prompt: array[int]) -> list[int]:
+    def _preamble_positions(self, prompt: EncodedText) -> list[int]:
         """Ends of what stands before the first message's text: declarations of tools, a system prompt
         the template brings along, and the given system prompt where it is written before the tools."""
         first = self.messages[0]
@@ -235,8 +266,8 @@ def _sentinel_tool(text: str) -> Message:
     return {"type": "function", "function": {"name": text, "description": text, "parameters": parameters}}
 
 
-def common_prefix(left: array[int], right: array[int]) -> int:
-    """Number of leading items that are equal."""
+def common_prefix(left: Sliceable, right: Sliceable) -> int:
+    """Number of leading items (ids, characters) that are equal."""
     low, high = 0, min(len(left), len(right))
     while low < high:
         middle = (low + high + 1) // 2

@@ -12,7 +12,7 @@ import re
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,19 +160,25 @@ class Tokenizer:
         return [*self._leading_ids, *ids, *self._trailing_ids] if add_special_tokens else ids
 
     def split_control(self, text: str) -> list[str | int]:
-        """`text` cut at its control tokens (leftmost, longest); those become ids."""
-        if self._pattern is None:
-            return [text] if text else []
+        """`text` cut at its control tokens; those become ids."""
         parts: list[str | int] = []
-        end = 0
-        for match in self._pattern.finditer(text):
-            if match.start() > end:
-                parts.append(text[end : match.start()])
-            parts.append(self._control_by_content[match[match.lastgroup or 0]].token_id)
-            end = match.end()
-        if end < len(text):
-            parts.append(text[end:])
+        done = 0
+        for start, end, token_id in self.find_control(text):
+            if start > done:
+                parts.append(text[done:start])
+            parts.append(token_id)
+            done = end
+        if done < len(text):
+            parts.append(text[done:])
         return parts
+
+    def find_control(self, text: str) -> Iterator[tuple[int, int, int]]:
+        """(start, end, token id) of every control token in `text`: leftmost, longest."""
+        if self._pattern is None:
+            return
+        for match in self._pattern.finditer(text):
+            token = self._control_by_content.get(match[0]) or self._control_by_content[match[0].strip()]
+            yield match.start(), match.end(), token.token_id
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of one token. Ids without an entry have none (padding rows of the embedding)."""
@@ -266,12 +272,12 @@ def _merged(merge: str | list[str]) -> str:
 
 
 def _control_pattern(control: Sequence[ControlToken]) -> re.Pattern[str] | None:
-    """One alternative per token, longest first; its group holds the bare content."""
+    """One alternative per token, longest first. Without groups the search skips to a first character."""
     if not control:
         return None
     alternatives = []
-    for index, token in enumerate(sorted(control, key=lambda token: -len(token.content))):
-        body = f"(?P<t{index}>{re.escape(token.content)})"
+    for token in sorted(control, key=lambda token: -len(token.content)):
+        body = re.escape(token.content)
         if token.single_word:
             body = rf"(?<!\w){body}(?!\w)"
         alternatives.append((r"\s*" if token.lstrip else "") + body + (r"\s*" if token.rstrip else ""))
