@@ -201,7 +201,7 @@ def test_wanted_positions_of_a_prefill() -> None:
 
 
 def test_asked_positions_are_rounded_down_and_the_more_important_reason_wins() -> None:
-    asked = [(0, "history"), (3, "history"), (9, "message"), (11, "history"), (8, "marker"), (20, "message")]
+    asked = [(0, "history"), (3, "history"), (9, "message"), (11, "history"), (8, "marker")]
     assert prefill_wanted(18, 4, asked) == [(8, "history"), (16, "tail")]
     assert prefill_wanted(16, 4, [(16, "history"), (12, "marker")]) == [(12, "tail"), (16, "end")]
     assert prefill_wanted(3, 4, [(3, "history")]) == []
@@ -209,6 +209,38 @@ def test_asked_positions_are_rounded_down_and_the_more_important_reason_wins() -
         prefill_wanted(40, 4, [(8, a), (8, b)]) for a, b in itertools.permutations(("marker", "message"))
     ]
     assert order == [[(8, "message"), (36, "tail"), (40, "end")]] * 2
+
+
+@given(st.data())
+def test_wanted_positions_settle_where_kernels_export_and_no_media_is_split(data: st.DataObject) -> None:
+    unit = data.draw(st.sampled_from([1, 2, 4]))
+    grid = unit * data.draw(st.sampled_from([1, 2, 3]))
+    num_tokens = data.draw(st.integers(1, 60))
+    spans = [
+        (start, min(num_tokens, start + length))
+        for start, length in data.draw(
+            st.lists(st.tuples(st.integers(0, num_tokens - 1), st.integers(1, 20)), max_size=3)
+        )
+    ]
+    named = st.tuples(st.integers(0, num_tokens), st.sampled_from(reasons.WANTED_BY_CALLER))
+    asked = data.draw(st.lists(named, max_size=4))
+
+    def settle(position: int, own_grid: int) -> int:
+        """Search downwards: on the own grid, else on the match unit."""
+        whole = [p for p in range(position, 0, -1) if not any(a < p < b for a, b in spans)]
+        on_grid = [p for p in whole if p % own_grid == 0]
+        return next(iter(on_grid or [p for p in whole if p % unit == 0]), 0)
+
+    expected: dict[int, str] = {}
+    named_positions = [((num_tokens - 1) // unit * unit, reasons.TAIL), *asked]
+    if num_tokens % unit == 0:
+        named_positions.append((num_tokens, reasons.END))
+    for position, reason in named_positions:
+        settled = settle(position, unit if reason in reasons.REQUIRED else grid)
+        known = expected.get(settled)
+        if settled and (known is None or reasons.IMPORTANCE[reason] < reasons.IMPORTANCE[known]):
+            expected[settled] = reason
+    assert prefill_wanted(num_tokens, unit, asked, spans, grid) == sorted(expected.items())
 
 
 def test_interval_positions() -> None:

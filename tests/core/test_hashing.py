@@ -156,8 +156,9 @@ def test_media_enter_exactly_the_units_they_touch() -> None:
         first_touched = start // 4
         assert keys[:first_touched] == plain[:first_touched]
         assert all(keys[i] != plain[i] for i in range(first_touched, 4))
-        for position in range(17):
-            assert chain.splits_media(position) is (start < position < end)
+        for units in range(5):
+            allowed = [k for k in range(units + 1) if not start < 4 * k < end]
+            assert chain.unsplit_units(units) == max(allowed)
 
 
 def test_the_order_in_which_media_are_listed_does_not_matter() -> None:
@@ -167,6 +168,20 @@ def test_the_order_in_which_media_are_listed_does_not_matter() -> None:
         for order in itertools.permutations(spans)
     }
     assert len(keys) == 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20)), max_size=5), st.integers(0, 12))
+def test_nested_and_overlapping_media_push_a_boundary_below_all_of_them(
+    spans: list[tuple[int, int]], units: int
+) -> None:
+    media = [MediaSpan(start, start + length, b"") for start, length in spans]
+    chain = KeyChain(array("I", range(64)), CacheDomain(), 4, media)
+    allowed = [k for k in range(units + 1) if not any(s.start < 4 * k < s.end for s in media)]
+    assert chain.unsplit_units(units) == max(allowed)
+    stepwise = KeyChain(array("I", range(64)), CacheDomain(), 4, media)
+    for num_units in range(17):
+        stepwise.extend(num_units)
+    assert stepwise.keys == chain.extend(16)
 
 
 @given(TOKENS)

@@ -16,7 +16,8 @@ class JointHit:
 
     Attributes:
         units: length of the joint hit.
-        attention_units: what all attention groups could serve without any state.
+        attention_units: what all attention groups could serve without any state. A lookup lowers it to
+            a boundary that splits no media item.
         units_by_group: what each group could serve alone.
         limiting_group: the group with the shortest reach, if the others reach further.
     """

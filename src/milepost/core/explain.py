@@ -12,12 +12,15 @@ MAX_COMPARED_CHILDREN = 64
 """Paths compared to name a divergence; the newest ones, since they are what a user has in mind."""
 
 
-def reuse_report(cache: PrefixCache, match: Match, chain: KeyChain, num_prompt_tokens: int) -> ReuseReport:
+def reuse_report(
+    cache: PrefixCache, match: Match, chain: KeyChain, num_prompt_tokens: int, *, uses_cache: bool = True
+) -> ReuseReport:
     """Explain a match. Looks at paths of the request's own domain only."""
     unit = cache.match_unit
-    divergence = first_divergence(cache, match, chain) if cache.config.enable_prefix_caching else None
+    is_enabled = cache.config.enable_prefix_caching and uses_cache
+    divergence = first_divergence(cache, match, chain) if is_enabled else None
     lost = max(0, match.hit.attention_units - match.units) * unit
-    if cache.config.enable_prefix_caching:
+    if lost:
         cache.counters.lost_tokens_by_reason[reasons.NO_STATE] += lost
     return ReuseReport(
         num_prompt_tokens=num_prompt_tokens,
@@ -25,15 +28,13 @@ def reuse_report(cache: PrefixCache, match: Match, chain: KeyChain, num_prompt_t
         num_matched_tokens={name: units * unit for name, units in match.hit.units_by_group.items()},
         num_tokens_lost_to_missing_state=lost,
         limiting_group=match.hit.limiting_group,
-        reason=_reason(cache, match, divergence),
+        reason=_reason(match, divergence) if is_enabled else reasons.DISABLED,
         divergence_position=divergence,
     )
 
 
-def _reason(cache: PrefixCache, match: Match, divergence: int | None) -> str:
+def _reason(match: Match, divergence: int | None) -> str:
     hit = match.hit
-    if not cache.config.enable_prefix_caching:
-        return reasons.DISABLED
     if match.limit_units == 0:
         return reasons.TOO_SHORT
     if hit.units == match.limit_units:
@@ -52,7 +53,8 @@ def _reason(cache: PrefixCache, match: Match, divergence: int | None) -> str:
 def first_divergence(cache: PrefixCache, match: Match, chain: KeyChain) -> int | None:
     """First token position at which the sequence differs from the nearest cached path.
 
-    None if no cached path goes on where the matched one ends, or if the sequence ends inside it.
+    Tokens of media items differ where the items do. None if no cached path goes on where the matched
+    one ends, or if the sequence ends inside one.
     """
     unit = cache.match_unit
     node: Node | None = match.path[-1] if match.path else cache.tree.roots.get(chain.root)
@@ -60,12 +62,18 @@ def first_divergence(cache: PrefixCache, match: Match, chain: KeyChain) -> int |
         return None
     start = node.depth * unit
     mine = chain.tokens[start : start + unit]
+    is_whole = len(mine) == unit
+    if is_whole and chain.extend(node.depth + 1)[node.depth] in node.children:
+        return None
     longest = -1
     for child in list(node.children.values())[-MAX_COMPARED_CHILDREN:]:
         theirs = tokens_from_bytes(child.tokens)
         common = 0
-        while common < min(len(mine), len(theirs)) and mine[common] == theirs[common]:
+        while common < len(mine) and mine[common] == theirs[common]:
             common += 1
-        if common < len(mine):
-            longest = max(longest, common)
+        if common == len(mine):
+            if not is_whole:
+                return None
+            common = min((max(0, s.start - start) for s in chain.media if s.end > start), default=0)
+        longest = max(longest, min(common, unit - 1))
     return start + longest if longest >= 0 else None

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from struct import pack
 
+from milepost.core.units import floor_div
+
 FORMAT = b"milepost/prefix/1"
 _TAG_UNIT = 1
 _TAG_SALT = 2
@@ -78,7 +80,7 @@ class KeyChain:
         keys: keys of the full units computed so far.
     """
 
-    __slots__ = ("keys", "match_unit", "media", "root", "tokens")
+    __slots__ = ("_first_media", "keys", "match_unit", "media", "root", "tokens")
 
     def __init__(
         self, tokens: array[int], domain: CacheDomain, match_unit: int, media: Sequence[MediaSpan] = ()
@@ -88,6 +90,8 @@ class KeyChain:
         self.root = domain_root(domain, match_unit)
         self.media = sorted(media, key=lambda span: (span.start, span.end))
         self.keys: list[bytes] = []
+        self._first_media = 0
+        """All spans before this one end at or before the last key."""
 
     def extend(self, num_units: int) -> list[bytes]:
         """Make sure that the keys of units [0, num_units) exist; returns all keys so far."""
@@ -112,12 +116,25 @@ class KeyChain:
         return token_bytes(self.tokens[index * unit : (index + 1) * unit])
 
     def _media_fields(self, start: int, end: int) -> bytes:
+        media = self.media
+        while self._first_media < len(media) and media[self._first_media].end <= start:
+            self._first_media += 1
         fields = b""
-        for span in self.media:
-            if span.start < end and span.end > start:
+        for index in range(self._first_media, len(media)):
+            span = media[index]
+            if span.start >= end:
+                break
+            if span.end > start:
                 fields += _field(_TAG_MEDIA, pack("<qq", span.start - start, span.end - start) + span.digest)
         return fields
 
-    def splits_media(self, position: int) -> bool:
-        """Whether `position` lies strictly inside a media span (no boundary may split one)."""
-        return any(span.start < position < span.end for span in self.media)
+    def unsplit_units(self, units: int) -> int:
+        """Largest k <= `units` whose boundary lies strictly inside no media span (none may be split)."""
+        unit = self.match_unit
+        while self.media:
+            position = units * unit
+            lowest = min((s.start for s in self.media if s.start < position < s.end), default=position)
+            if lowest == position:
+                break
+            units = floor_div(lowest, unit)
+        return units

@@ -71,4 +71,4 @@ class Reservation:
     initial: list[int]
     """Per recurrent group, where the chunk reads its initial state."""
     reclaimed_reason: str | None = None
-    """Set if `running` was taken from the tip's own checkpoint, which is gone unless rolled back."""
+    """Set if `running` is the tip's own checkpoint, which `confirm` takes off the tree."""

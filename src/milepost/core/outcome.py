@@ -9,6 +9,7 @@ from milepost.core.request import Request, RequestUpdate
 from milepost.core.units import is_multiple
 
 NOT_EXECUTED = "the worker did not execute this step"
+MAX_TOKEN_ID = 2**32 - 1
 
 
 def settle_chunk(
@@ -29,8 +30,9 @@ def settle_chunk(
     if not request.reuse_reported and request.reuse is not None:
         update.reuse = request.reuse
         request.reuse_reported = True
-    if result is None or result.end != chunk.end or len(result.sampled) != chunk.num_samples:
-        update.error = error or NOT_EXECUTED
+    mismatch = _mismatch(chunk, result)
+    if result is None or mismatch is not None:
+        update.error = error or mismatch
         return update, "error", False
     lease = request.lease
     if lease is None:
@@ -54,6 +56,19 @@ def settle_chunk(
         if reason is not None:
             return update, reason, True
     return update, request.pending_abort, True
+
+
+def _mismatch(chunk: ChunkPlan, result: ChunkResult | None) -> str | None:
+    """What is wrong with an acknowledgement; None if it stands for the chunk that was planned."""
+    if result is None:
+        return NOT_EXECUTED
+    if result.end != chunk.end:
+        return f"the worker acknowledged position {result.end}, planned was {chunk.end}"
+    if len(result.sampled) != chunk.num_samples:
+        return f"the worker sampled {len(result.sampled)} tokens, planned were {chunk.num_samples}"
+    if any(not 0 <= token.token_id <= MAX_TOKEN_ID for token in result.sampled):
+        return f"the worker sampled a token id outside of [0, {MAX_TOKEN_ID}]"
+    return None
 
 
 def _stop_reason(request: Request, update: RequestUpdate) -> str | None:
