@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -37,9 +38,9 @@ class Stage:
 
 PLAN = (
     Stage(32, 128, 2_600_000, (0.20, 0.45, 0.15, 0.20)),
-    Stage(8, 512, 4_600_000, (0.20, 0.55, 0.15, 0.10)),
-    Stage(2, 2048, 4_200_000, (0.20, 0.60, 0.15, 0.05)),
-    Stage(1, 4096, 2_600_000, (0.15, 0.65, 0.15, 0.05)),
+    Stage(8, 512, 1_600_000, (0.20, 0.55, 0.15, 0.10)),
+    Stage(2, 2048, 1_800_000, (0.20, 0.60, 0.15, 0.05)),
+    Stage(1, 4096, 900_000, (0.15, 0.65, 0.15, 0.05)),
 )
 
 
@@ -50,7 +51,7 @@ class Options:
     muon_lr: float = 0.02
     weight_decay: float = 0.1
     warmup_steps: int = 60
-    decay_share: float = 0.45  # the last part of the run in which the rates fall linearly
+    decay_share: float = 0.39  # the last part of the run in which the rates fall linearly
     final_lr_share: float = 0.05
     clip_norm: float = 1.0
     balance_rate: float = 2e-3
@@ -285,6 +286,9 @@ def run(trainer: Trainer, log_every: int, save_every_s: float, stop_after_s: flo
 
     total = sum(stage.tokens for stage in trainer.plan)
     log = (trainer.run_dir / "train.log").open("a")
+    stopping: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, frame: stopping.append(received))
     started = saved = time.monotonic()
     columns = (
         TextColumn("{task.description}"),
@@ -294,7 +298,9 @@ def run(trainer: Trainer, log_every: int, save_every_s: float, stop_after_s: flo
     )
     with Bar(*columns) as bar:
         task = bar.add_task("training", total=total, completed=trainer.progress.tokens)
-        while (stage := trainer.stage()) is not None and time.monotonic() - started < stop_after_s:
+        while (stage := trainer.stage()) is not None and not stopping:
+            if time.monotonic() - started > stop_after_s:
+                break
             loss = trainer.train_step(stage)
             bar.update(task, completed=trainer.progress.tokens, description=f"loss {loss:.2f}")
             if trainer.progress.step % log_every == 0:
