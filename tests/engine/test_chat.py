@@ -274,6 +274,28 @@ def test_tools_and_message_ends_are_boundaries() -> None:
 
 
 @given(
+    st.sampled_from(["kimi", "chatml", "thinking", "reversed"]),
+    st.lists(hostile, min_size=1, max_size=4),
+    st.lists(hostile, min_size=1, max_size=4),
+)
+def test_the_shortcut_finds_the_common_prefix_of_ids(name: str, left: list[str], right: list[str]) -> None:
+    """Only what follows the common text is encoded; the result is that of encoding everything."""
+    chat = RENDERERS[name]
+
+    def conversation(contents: list[str]) -> _Conversation:
+        messages = [
+            chat._prepare(user(text) if index % 2 == 0 else assistant(text))
+            for index, text in enumerate(["same start", *contents])
+        ]
+        return _Conversation(chat._templates.choose(with_tools=False), messages, None, {}, chat)
+
+    one, other = conversation(left), conversation(right)
+    prompt = one.prompt(True)
+    expected = common_prefix(prompt.token_ids, other.prompt(False).token_ids)
+    assert one._shared(prompt, [(other.messages, None)]) == expected
+
+
+@given(
     st.sampled_from(sorted(TEMPLATES)), st.lists(st.text(max_size=6), min_size=1, max_size=5), st.booleans()
 )
 def test_positions_lie_inside_and_ascend(name: str, contents: list[str], tools: bool) -> None:
