@@ -206,9 +206,12 @@ def test_tied_embeddings_use_the_embedding_as_head(tmp_path: Path) -> None:
     assert_same(logits(write_checkpoint(tmp_path / "tied", tied, tensors=tensors)), expected)
 
 
-def test_unused_tensors_are_listed(single: Path) -> None:
+def test_unused_tensors_are_listed_and_progress_still_ends_at_the_total(single: Path) -> None:
     edit(single, lambda tensors: tensors.update({"vision_tower.x": torch.zeros(2)}))
-    assert load_model(single).unused_tensors == ["vision_tower.x"]
+    calls: list[tuple[int, int]] = []
+    loaded = load_model(single, progress=lambda done, total: calls.append((done, total)))
+    assert loaded.unused_tensors == ["vision_tower.x"]
+    assert calls[-1][0] == calls[-1][1] == calls[-2][0] + 8
 
 
 def test_unaligned_data_is_copied(tmp_path: Path) -> None:

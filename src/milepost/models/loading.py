@@ -87,6 +87,7 @@ def load_model(
     weights = WeightReader(path, progress=progress, check_finite=check_finite)
     chosen = kernels or select_kernels()
     decoder = HybridDecoder(spec, weights, chosen, _TORCH_DTYPES[dtype_name])
+    weights.finish()
     return LoadedModel(
         spec, cache_layout(spec, dtype_name), decoder, dtype_name, chosen, weights.unused_names()
     )

@@ -135,6 +135,12 @@ class WeightReader:
         self._count(name, entry.end - entry.start)
         return stored.to(dtype).reshape(tuple(shape))
 
+    def finish(self) -> None:
+        """Reports the end: tensors nobody took are done as well."""
+        if self._progress is not None and self._bytes_done < self.num_bytes:
+            self._bytes_done = self.num_bytes
+            self._progress(self._bytes_done, self.num_bytes)
+
     def _count(self, name: str, num_bytes: int) -> None:
         if name in self._taken:
             return
