@@ -1,0 +1,38 @@
+"""docs/http.md and the server say the same."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.server.serving import Running
+
+from milepost.server.schema import UNSUPPORTED, Body, ChatBody, CompletionBody
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "http.md").read_text(encoding="utf-8")
+WORDS = set(re.findall(r"`([^`\n]+)`", PAGE))
+
+
+def test_every_request_field_is_explained() -> None:
+    fields = {*Body.model_fields, *CompletionBody.model_fields, *ChatBody.model_fields, *UNSUPPORTED}
+    quoted = {word for span in WORDS for word in re.split(r"[^\w]+", span)}
+    assert fields - quoted == set()
+
+
+def test_every_route_is_listed(server: Running) -> None:
+    paths = server.get("/openapi.json").json()["paths"]
+    routes = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
+    listed = {word.replace("{name}", "{model_name}") for word in WORDS if re.match(r"(GET|POST) /", word)}
+    assert routes == listed
+
+
+def test_every_metric_is_listed_and_exists(server: Running) -> None:
+    server.post("/v1/completions", {"prompt": "the quick brown fox " * 20, "max_tokens": 2})
+    server.wait_idle()
+    text = server.get("/metrics").text
+    # The parsed family name has no _total; the page shows what a query uses.
+    kinds = dict(re.findall(r"^# TYPE (\S+) (\w+)$", text, re.MULTILINE))
+    names = {name for name in kinds if not name.endswith("_created")}
+    listed = {word for word in WORDS if re.fullmatch(r"(vllm|milepost):\w+", word)}
+    assert names - listed == set(), "not on the page"
+    assert listed - names == set(), "only on the page"
