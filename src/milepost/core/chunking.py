@@ -37,32 +37,49 @@ class ChunkDecision:
     num_dropped: int = 0
 
 
+def settled_position(
+    position: int, match_unit: int, grid: int, media_spans: Sequence[tuple[int, int]] = ()
+) -> int:
+    """Nearest position at or below `position` on `grid` that splits no media span [start, end), or, if
+    there is none on the grid, on the match unit; 0 if there is none at all. It depends on the request
+    alone, so that the load decides nothing about where states are."""
+    for unit in (grid, match_unit):
+        settled = floor_to(position, unit)
+        while split := [start for start, end in media_spans if start < settled < end]:
+            settled = floor_to(min(split), unit)
+        if settled:
+            return settled
+    return 0
+
+
 def prefill_wanted(
     num_tokens: int,
     match_unit: int,
     asked: Sequence[tuple[int, str]] = (),
-    splits_media: Sequence[tuple[int, int]] = (),
+    media_spans: Sequence[tuple[int, int]] = (),
+    grid: int | None = None,
 ) -> list[tuple[int, str]]:
     """Positions worth a checkpoint in a prefill of `num_tokens`, ascending, one reason each.
 
     `tail` is the upstream rule; `end` exists when the prefill ends on a boundary; `asked` positions
-    are rounded down to the match unit. A position strictly inside a media span [start, end) is
-    left out. If two reasons want one position, the more important one names it.
+    are rounded down to the match unit, optional ones to `grid`, where kernels can export. A position
+    strictly inside a media span [start, end) moves below it. If two reasons want one position, the
+    more important one names it.
     """
     wanted: dict[int, str] = {}
 
     def want(position: int, reason: str) -> None:
-        if position <= 0 or any(start < position < end for start, end in splits_media):
-            return
+        own_grid = match_unit if grid is None or reason in reasons.REQUIRED else grid
+        position = settled_position(position, match_unit, own_grid, media_spans)
         known = wanted.get(position)
-        if known is None or reasons.IMPORTANCE[reason] < reasons.IMPORTANCE[known]:
+        if position and (known is None or reasons.IMPORTANCE[reason] < reasons.IMPORTANCE[known]):
             wanted[position] = reason
 
     want(get_mamba_prefill_checkpoint_position(num_tokens, match_unit, False), reasons.TAIL)
     if is_multiple(num_tokens, match_unit):
         want(num_tokens, reasons.END)
     for position, reason in asked:
-        want(min(floor_to(position, match_unit), floor_to(num_tokens, match_unit)), reason)
+        want(min(position, num_tokens), reason)
     return sorted(wanted.items())
 
 
@@ -156,10 +173,10 @@ def _keep_more_important(exports: dict[int, str], position: int, reason: str) ->
         exports[position] = reason
 
 
-def effective_spacing(default_spacing: int, used_bytes: int, budget_bytes: int, match_unit: int) -> int:
-    """Spacing of `interval` checkpoints: halved while under half of the budget is used."""
+def effective_spacing(default_spacing: int, used_bytes: int, budget_bytes: int, grid: int) -> int:
+    """Spacing of `interval` checkpoints, a multiple of `grid` (boundaries where kernels can export):
+    halved while under half of the budget is used."""
     if default_spacing <= 0:
         return 0
-    if 2 * used_bytes >= budget_bytes:
-        return default_spacing
-    return max(match_unit, floor_to(default_spacing >> 1, match_unit))
+    spacing = default_spacing if 2 * used_bytes >= budget_bytes else default_spacing >> 1
+    return max(grid, floor_to(spacing, grid))

@@ -9,6 +9,7 @@ outcome     what a finished step means for each request
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from milepost.config import CacheConfig, SchedulerConfig
 from milepost.core import reasons
 from milepost.core.admission import fits, largest_request_tokens
 from milepost.core.assembly import build_chunk, build_start, nothing_reserved
-from milepost.core.chunking import effective_spacing, plan_chunk, prefill_wanted
+from milepost.core.chunking import effective_spacing, plan_chunk, prefill_wanted, settled_position
 from milepost.core.explain import reuse_report
 from milepost.core.geometry import CacheGeometry
 from milepost.core.hashing import KeyChain
@@ -64,6 +65,7 @@ class Scheduler:
         self.waiting = RequestQueue()
         self.siblings = Siblings(cache.match_unit)
         self._alignment = geometry.checkpoint_alignment
+        self._grid = math.lcm(cache.match_unit, self._alignment or 1)
         interval = cache.checkpoint_interval
         self._spacing = geometry.default_checkpoint_interval() if interval is None else interval
         self._is_caching = cache.enable_prefix_caching
@@ -105,12 +107,14 @@ class Scheduler:
 
     def _enqueue(self, request: Request) -> None:
         request.prefill_end = request.num_tokens
-        spans = [(span.start, span.end) for span in request.media]
         request.wanted = (
-            prefill_wanted(request.num_tokens, self.cache.match_unit, request.wanted_by_caller, spans)
+            prefill_wanted(
+                request.num_tokens, self.cache.match_unit, request.wanted_by_caller, _media_spans(request),
+                self._grid,
+            )
             if self._is_caching and request.uses_cache
             else []
-        )
+        )  # fmt: skip
         self.waiting.push(request)
         self._blocked_head = None
         if self._is_caching and request.uses_cache:
@@ -120,6 +124,7 @@ class Scheduler:
 
     def _want_junction(self, request: Request, position: int) -> None:
         """Ask for a checkpoint where another path leaves this one, if nothing else is there yet."""
+        position = settled_position(position, self.cache.match_unit, self._grid, _media_spans(request))
         if position > request.num_processed and all(position != p for p, _ in request.wanted):
             request.wanted = sorted([*request.wanted, (position, reasons.JUNCTION)])
 
@@ -247,7 +252,7 @@ class Scheduler:
             self._spacing if self._is_caching and request.uses_cache else 0,
             memory.used_bytes,
             memory.budget_bytes,
-            self.cache.match_unit,
+            self._grid,
         )
         decision = plan_chunk(
             start, len(request.tokens), num_budget_tokens, request.wanted, self.cache.match_unit,
@@ -453,6 +458,10 @@ class Scheduler:
         if self.running != sorted(self.running, key=order_key):
             problems.append("running requests are out of order")
         return problems
+
+
+def _media_spans(request: Request) -> list[tuple[int, int]]:
+    return [(span.start, span.end) for span in request.media]
 
 
 def _lease_of(request: Request) -> Lease:
