@@ -183,6 +183,21 @@ class RecallCases:
             ),
         )
 
+    def make_for_answer_restore(
+        self, seed: int, min_distance_tokens: int, *, match_unit: int, kind: str
+    ) -> RecallCase:
+        """A case whose last token before the value is the first token of a unit.
+
+        A restore at that boundary, ``len(prompt_ids) + len(stem_ids) - 1``, happens in mid-answer: the value is
+        looked up by the tokens in the restored convolution tail.
+        """
+        distance = min_distance_tokens
+        while True:  # every distance is another case with other lengths, so one fits soon
+            case = self.make(seed, distance, kind=kind)
+            if (len(case.prompt_ids) + len(case.stem_ids) - 1) % match_unit == 0:
+                return case
+            distance += 1
+
     # ------------------------------------------------------------------------------------------- parts
 
     @staticmethod

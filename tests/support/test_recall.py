@@ -83,6 +83,13 @@ def test_messages_hold_the_same_conversation(encoder: WordEncoder, cases: Recall
         position = prompt.index(message["content"], position) + len(message["content"])
 
 
+def test_a_restore_in_mid_answer_falls_on_a_boundary(cases: RecallCases) -> None:
+    for seed in range(10):
+        case = cases.make_for_answer_restore(seed, 100, match_unit=32, kind="home")
+        assert (len(case.prompt_ids) + len(case.stem_ids)) % 32 == 1
+        assert case.distance_tokens >= 100 and case.fact.kind == "home"
+
+
 def test_impossible_cases_are_refused(cases: RecallCases) -> None:
     with pytest.raises(ValueError, match="distance_tokens is 5; it must be at least"):
         cases.make(0, 5)

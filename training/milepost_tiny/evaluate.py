@@ -241,6 +241,23 @@ def recall_controls(session: Session, num_cases: int, distance: int = 300) -> di
     return {"n": num_cases, "distance": distance, "right": right}
 
 
+def answer_controls(session: Session, num_cases: int, min_distance: int = 300) -> dict[str, Any]:
+    """The value after a restore in mid-answer, one token before it: here the conv tail decides."""
+    right: dict[str, int] = {}
+    for seed in range(num_cases):
+        kind = ("colour", "home", "owner")[seed % 3]
+        case = session.cases.make_for_answer_restore(seed, min_distance, match_unit=MATCH_UNIT, kind=kind)
+        other = session.cases.make(seed + 10_000, 2 * case.distance_tokens)
+        ids = case.prompt_ids + case.stem_ids
+        restore = make_restore(session, ids, other.prompt_ids, len(ids) - 1)
+        for name, states in recurrent_damages(session, restore).items():
+            answer = session.greedy(ids[-1:], states, len(case.value_ids))
+            right[name] = right.get(name, 0) + (answer == list(case.value_ids))
+    for name, count in right.items():
+        print(f"mid-answer, {name}: {count}/{num_cases}", flush=True)
+    return {"n": num_cases, "min_distance": min_distance, "right": right}
+
+
 def continuation_controls(session: Session, num_prompts: int, prompt_tokens: int = 512) -> dict[str, Any]:
     """Greedy continuation and log-probabilities of held-out text after damage at the end of the prompt."""
     changed: dict[str, int] = {}
@@ -346,6 +363,7 @@ def main() -> None:
             figures["chat"] = chat_table(session, arguments.control_cases)
             print(figures["chat"], flush=True)
             figures["recall_controls"] = recall_controls(session, arguments.control_cases)
+            figures["answer_controls"] = answer_controls(session, arguments.control_cases)
             figures["continuation_controls"] = continuation_controls(session, arguments.control_cases)
         figures["gates"] = gate_statistics(session)
         if arguments.transformers:
