@@ -188,8 +188,8 @@ class RecallCases:
     ) -> RecallCase:
         """A case whose last token before the value is the first token of a unit.
 
-        A restore at that boundary, ``len(prompt_ids) + len(stem_ids) - 1``, happens in mid-answer: the value is
-        looked up by the tokens in the restored convolution tail.
+        A restore at that boundary, ``len(prompt_ids) + len(stem_ids) - 1``, happens in mid-answer: the value
+        is looked up by the tokens in the restored convolution tail.
         """
         distance = min_distance_tokens
         while True:  # every distance is another case with other lengths, so one fits soon
