@@ -70,6 +70,7 @@ BAD_COMPLETIONS = [
     ({"prompt": "a", "seed": "x"}, "seed", "integer"),
     ({"prompt": "a", "n": 0}, "n", "between 1 and 128"),
     ({"prompt": "a", "n": 1000}, "n", "between 1 and 128"),
+    ({"prompt": ["a"] * 20, "n": 100}, "n", "1024 answers"),
     ({"prompt": "a", "logprobs": 21}, "logprobs", "between 0 and 20"),
     ({"prompt": "a", "logprobs": -1}, "logprobs", "between 0 and 20"),
     ({"prompt": "a", "echo": True, "logprobs": 1}, "echo", "logprobs"),

@@ -13,6 +13,7 @@ from milepost.errors import RequestError
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
+MAX_ANSWERS = 1024
 MAX_STOP_STRINGS = 64
 GREEDY_BELOW_TEMPERATURE = 1e-5
 SEED_LIMIT = 1 << 63
@@ -166,15 +167,19 @@ def checked_max_tokens(
     return max_tokens
 
 
-def checked_choices(n: int | None) -> int:
+def checked_choices(n: int | None, num_prompts: int = 1) -> int:
     """The `n` field.
 
     Raises:
-        RequestError: not between 1 and `MAX_CHOICES`.
+        RequestError: not between 1 and `MAX_CHOICES`, or too many answers over all prompts.
     """
     count = 1 if n is None else n
     if not 1 <= count <= MAX_CHOICES:
         raise RequestError("n", f"must be between 1 and {MAX_CHOICES}, not {count}")
+    if count * num_prompts > MAX_ANSWERS:
+        raise RequestError(
+            "n", f"{count} choices for {num_prompts} prompts are too many; {MAX_ANSWERS} answers are allowed"
+        )
     return count
 
 

@@ -136,7 +136,7 @@ class _ChatCompletion:
                     yield self._opening(envelope, choice, continuous)
                 choice.add(delta)
                 num_open -= delta.finish_reason is not None
-                if delta.text or delta.finish_reason or wants_every_token:
+                if delta.text or delta.finish_reason or (wants_every_token and delta.tokens):
                     event = {**envelope, "choices": [self._chunk(choice, delta)]}
                     if options is not None and options.include_usage:
                         event["usage"] = generation.usage() if continuous else None

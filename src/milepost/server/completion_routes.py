@@ -128,20 +128,21 @@ class _Completion:
             async for index, delta in deltas:
                 choice = generation.choices[index]
                 choice.add(delta)
-                is_first, begun[index] = not begun[index], True
-                text = (self._echo(choice) if is_first else "") + delta.text
                 num_open -= delta.finish_reason is not None
-                if text or delta.finish_reason or wants_every_token:
-                    chunk = self._choice(choice, text, delta.tokens, offsets[index], is_first=is_first)
-                    chunk["finish_reason"], chunk["stop_reason"] = delta.finish_reason, delta.stop_reason
-                    if self._body.return_token_ids:
-                        chunk["token_ids"] = delta.token_ids
-                    event = {**self._envelope, "choices": [chunk]}
-                    if options is not None and options.include_usage:
-                        event["usage"] = generation.usage() if continuous else None
-                    elif num_open == 0:
-                        event["milepost"] = generation.milepost()
-                    yield event
+                text = ("" if begun[index] else self._echo(choice)) + delta.text
+                if not (text or delta.finish_reason or (wants_every_token and delta.tokens)):
+                    continue
+                is_first, begun[index] = not begun[index], True
+                chunk = self._choice(choice, text, delta.tokens, offsets[index], is_first=is_first)
+                chunk["finish_reason"], chunk["stop_reason"] = delta.finish_reason, delta.stop_reason
+                if self._body.return_token_ids:
+                    chunk["token_ids"] = delta.token_ids
+                event = {**self._envelope, "choices": [chunk]}
+                if options is not None and options.include_usage:
+                    event["usage"] = generation.usage() if continuous else None
+                elif num_open == 0:
+                    event["milepost"] = generation.milepost()
+                yield event
                 offsets[index] += len(text)
         if options is not None and options.include_usage:
             yield {

@@ -143,7 +143,7 @@ def begin(
         RequestError: names the field.
     """
     model = service.model
-    n = checked_choices(body.n)
+    n = checked_choices(body.n, len(prompts))
     stop = checked_stop(body.stop)
     options = body.sampling_options(num_logprobs)
     seed = model.seeds.next() if body.seed is None else body.seed
