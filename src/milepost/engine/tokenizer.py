@@ -19,6 +19,7 @@ from typing import Any
 
 import tokenizers
 
+from milepost.engine import tiktoken_file
 from milepost.errors import CheckpointFileError, RequestError
 
 ENCODE_CACHE_CHARS = 16_000_000
@@ -102,20 +103,27 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
-        """Read tokenizer.json, tokenizer_config.json and the end-of-answer ids of the configs.
+        """Read tokenizer.json (or tiktoken.model), tokenizer_config.json and the end-of-answer ids of
+        the configs.
 
         Raises:
             CheckpointFileError: a file is missing or is not what its name says.
         """
-        path = directory / "tokenizer.json"
-        if not path.is_file():
-            raise CheckpointFileError(
-                f"{path}: no such file. A model directory needs tokenizer.json (the `tokenizers` format) "
-                "next to config.json; token ids cannot be made from text without it"
-            )
         settings_path = directory / "tokenizer_config.json"
         settings = _read_json(settings_path) if settings_path.is_file() else {}
-        return cls(_read_json(path), settings, extra_eos_token_ids=_eos_ids_of_configs(directory))
+        path = directory / "tokenizer.json"
+        if path.is_file():
+            spec = _read_json(path)
+        elif (directory / tiktoken_file.FILE_NAME).is_file():
+            spec = tiktoken_file.tokenizer_spec(
+                directory / tiktoken_file.FILE_NAME, settings, byte_alphabet()
+            )
+        else:
+            raise CheckpointFileError(
+                f"{path}: no such file. A model directory needs tokenizer.json (the `tokenizers` format) or "
+                f"{tiktoken_file.FILE_NAME} next to config.json; no text becomes token ids without it"
+            )
+        return cls(spec, settings, extra_eos_token_ids=_eos_ids_of_configs(directory))
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text. A control token spelled out in `text` is encoded as ordinary characters.
