@@ -1,0 +1,47 @@
+"""CPU kernels of Milepost. `milepost.kernels.native` is the only intended caller."""
+
+from milepost_kernels._native import (
+    AttentionPlan,
+    Experts,
+    PackedWeight,
+    RecurrentPlan,
+    attend,
+    attend_latents,
+    available_isas,
+    embed,
+    isa,
+    kda_mixer,
+    linear,
+    moe,
+    num_threads,
+    numerics_id,
+    pack,
+    rms_norm,
+    set_isa,
+    set_num_threads,
+    store_latents,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionPlan",
+    "Experts",
+    "PackedWeight",
+    "RecurrentPlan",
+    "attend",
+    "attend_latents",
+    "available_isas",
+    "embed",
+    "isa",
+    "kda_mixer",
+    "linear",
+    "moe",
+    "num_threads",
+    "numerics_id",
+    "pack",
+    "rms_norm",
+    "set_isa",
+    "set_num_threads",
+    "store_latents",
+]

@@ -1,0 +1,173 @@
+// Arguments of the kernels: plain pointers and sizes, already checked by the binding.
+#pragma once
+
+#include <cstdint>
+
+// This header is compiled for several instruction sets: a function the linker could merge across them
+// must not exist on its own.
+#define MP_INLINE inline __attribute__((always_inline))
+
+namespace milepost {
+
+enum class Type : int { f32 = 0, bf16 = 1 };
+MP_INLINE int64_t item_bytes(Type type) { return type == Type::f32 ? 4 : 2; }
+
+// Rows of contiguous values; strides in elements.
+struct Rows {
+  void* data = nullptr;
+  Type type = Type::f32;
+  int64_t stride = 0;
+
+  MP_INLINE char* at(int64_t row, int64_t column = 0) const {
+    return static_cast<char*>(data) + (row * stride + column) * item_bytes(type);
+  }
+};
+
+constexpr int kPanel = 32;  // output columns per panel of a packed weight
+
+// Weights of `groups` linears [n, k], as panels [group][panel][k][32]. bf16 panels hold pairs:
+// 32-bit lane i = column i and, in the high half, column i + 16. A paired weight is gate over up: panel p
+// holds 16 gate columns and then the 16 up columns with the same numbers.
+struct Packed {
+  void* data = nullptr;
+  Type type = Type::f32;
+  int64_t groups = 1;
+  int64_t n = 0;  // columns of the product; of a paired weight: of each half
+  int64_t k = 0;
+  bool paired = false;
+
+  MP_INLINE int64_t columns_per_panel() const { return paired ? kPanel / 2 : kPanel; }
+  MP_INLINE int64_t panels() const { return (n + columns_per_panel() - 1) / columns_per_panel(); }
+  MP_INLINE int64_t panel_bytes() const { return k * kPanel * item_bytes(type); }
+  MP_INLINE int64_t bytes() const { return groups * panels() * panel_bytes(); }
+};
+
+// y = x W^T per group; x_group and y_group: elements between the groups of a row.
+struct LinearArgs {
+  Rows x;
+  int64_t x_group = 0;
+  const int64_t* x_rows = nullptr;  // row numbers of x to use, or all in order
+  int64_t rows = 0;
+  Packed weight;
+  Rows y;
+  int64_t y_group = 0;
+  Rows residual;        // data == nullptr: none; added to the rounded product
+};
+
+struct PackArgs {
+  Rows source;              // [n, k] rows of group 0 (paired: [2n, k])
+  int64_t group = 0;        // elements between groups
+  int64_t column = 1;       // elements between neighbours along k
+  Packed target;
+};
+
+struct NormArgs {
+  Rows x;
+  Rows y;
+  const float* weight;
+  int64_t rows, width;
+  float eps;
+};
+
+struct Span {
+  int64_t first_row, end_row, position;
+  MP_INLINE int64_t length() const { return end_row - first_row; }
+};
+
+struct StoreLatentsArgs {
+  Rows x;                   // [rows, width]: the first `normed` values are normed, the rest copied
+  const float* weight;
+  int64_t rows, width, normed;
+  float eps;
+  char* pages;
+  int64_t page_stride, entry_stride;  // elements
+  const int64_t* write_pages;
+  const int64_t* write_offsets;
+};
+
+struct AttentionArgs {
+  const float* query;       // [rows, heads, width]
+  float* out;               // [rows, heads, value_width]
+  int64_t heads, width, value_width;
+  float scale;
+  const char* pages;
+  Type type;
+  int64_t page_stride, entry_stride, match_unit;
+  int64_t num_spans;
+  const Span* spans;
+  const int64_t* table;         // page ids of all sequences
+  const int64_t* table_starts;  // per sequence, where its ids begin
+};
+
+struct StateExport {
+  int64_t offset, slot;
+};
+
+// Where sequence i starts and what it writes.
+struct RecurrentSequence {
+  Span span;
+  int64_t initial_slot;  // -1: zeros
+  int64_t running_slot;
+  int64_t first_export, end_export;
+  const char* initial_tail;    // resolved per call; nullptr: zeros
+  const float* initial_state;  // resolved per call; nullptr: zeros
+};
+
+struct KdaArgs {
+  Rows raw;      // [rows, heads * (2 key + value)] as q | k | v
+  Rows decay;    // [rows, heads * key]
+  Rows beta;     // [rows, heads], before the sigmoid
+  Rows gate;     // [rows, heads * value], before the sigmoid
+  Rows out;      // [rows, heads * value]
+  const float* conv;  // [taps, heads * (2 key + value)]
+  const float* decay_log;
+  const float* dt_bias;
+  const float* norm;
+  int64_t taps, heads, key_dim, value_dim;
+  float eps, scale, lower_bound;
+  bool bounded;
+  char* tails;
+  int64_t tail_slot_stride, tail_row_stride;  // elements of raw.type
+  float* states;
+  int64_t state_slot_stride;
+  int64_t num_sequences;
+  const RecurrentSequence* sequences;
+  const StateExport* exports;
+};
+
+struct MoeArgs {
+  Rows x;
+  Rows logits;  // fp32 [rows, experts]
+  const float* bias;
+  int64_t rows, width, inner, num_experts, experts_per_token;
+  bool renormalize;
+  float scaling;
+  const Packed* gate_up;
+  const Packed* down;
+  Rows shared;    // [rows, width] in x's type, or no data
+  Rows residual;  // x's type
+  Rows y;         // x's type
+};
+
+struct EmbedArgs {
+  const char* table;
+  int64_t row_bytes, table_stride_bytes;
+  const int64_t* ids;
+  char* out;
+  int64_t rows;
+};
+
+// One implementation of everything, for one instruction set.
+struct KernelTable {
+  const char* isa;
+  bool fused;
+  void (*pack)(const PackArgs&);
+  void (*linear)(const LinearArgs&);
+  void (*rms_norm)(const NormArgs&);
+  void (*store_latents)(const StoreLatentsArgs&);
+  void (*attend)(const AttentionArgs&);
+  void (*kda)(const KdaArgs&);
+  void (*moe)(const MoeArgs&);
+};
+
+}  // namespace milepost

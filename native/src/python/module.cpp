@@ -1,0 +1,357 @@
+// The Python module: checks arguments, gives the GIL away, calls the kernels.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+
+#include "common/dispatch.h"
+#include "common/threads.h"
+#include "python/plans.h"
+
+namespace milepost {
+namespace {
+
+using nb::handle;
+
+// Last dimension dense; [rows, k] or, for grouped weights, [rows, groups, k].
+struct GroupedRows {
+  Tensor tensor;
+  Rows rows;
+  int64_t group;
+};
+
+GroupedRows grouped(handle object, const char* name, const Packed& w, int64_t width) {
+  const bool three = w.groups > 1 || nb::cast<int>(object.attr("ndim")) == 3;
+  const Tensor t = Tensor::from(object, name, three ? 3 : 2, kFloats, 1);
+  if (three) t.check_shape({-1, w.groups, width});
+  else t.check_shape({-1, width});
+  return {t, t.rows(), three ? t.strides[1] : 0};
+}
+
+void linear(handle x_object, const PackedWeight& weight, handle out_object, handle residual_object) {
+  const Packed& w = weight.view();
+  const GroupedRows x = grouped(x_object, "x", w, w.k), y = grouped(out_object, "out", w, w.n);
+  if (y.tensor.shape[0] != x.tensor.shape[0]) bad_value("out", "must have as many rows as x");
+  if (y.tensor.overlaps(x.tensor)) bad_value("out", "must not overlap x");
+  LinearArgs args{};
+  args.x = x.rows;
+  args.x_group = x.group;
+  args.rows = x.tensor.shape[0];
+  args.weight = w;
+  args.y = y.rows;
+  args.y_group = y.group;
+  if (!residual_object.is_none()) {
+    if (w.groups > 1) bad_value("residual", "cannot be added to a grouped product");
+    const Tensor r = Tensor::from(residual_object, "residual", 2, kFloats, 1);
+    r.check_shape({x.tensor.shape[0], w.n});
+    r.check_type(y.tensor.type());
+    args.residual = r.rows();
+  }
+  nb::gil_scoped_release release;
+  kernels().linear(args);
+}
+
+const float* vector_of(handle object, const char* name, int64_t size) {
+  const Tensor t = Tensor::from(object, name, 1, kF32, 1);
+  t.check_shape({size});
+  return t.floats();
+}
+
+void rms_norm(handle x_object, handle weight, float eps, handle out_object) {
+  const Tensor x = Tensor::from(x_object, "x", 2, kFloats, 1), y = Tensor::from(out_object, "out", 2, kFloats, 1);
+  y.check_shape({x.shape[0], x.shape[1]});
+  y.check_type(x.type());
+  NormArgs args{x.rows(), y.rows(), vector_of(weight, "weight", x.shape[1]), x.shape[0], x.shape[1], eps};
+  nb::gil_scoped_release release;
+  kernels().rms_norm(args);
+}
+
+void store_latents(handle x_object, handle weight, float eps, handle pages_object, const AttentionPlan& plan) {
+  const Tensor x = Tensor::from(x_object, "x", 2, kFloats, 1);
+  const Tensor pages = Tensor::from(pages_object, "pages", 3, kFloats, 1);
+  const Tensor w = Tensor::from(weight, "weight", 1, kF32, 1);
+  pages.check_type(x.type());
+  pages.check_shape({-1, -1, x.shape[1]});
+  if (w.shape[0] > x.shape[1]) bad_value("weight", "must not be longer than a row of x");
+  x.check_shape({plan.rows(), -1});
+  plan.check(pages.shape[0], pages.shape[1]);
+  StoreLatentsArgs args{x.rows(), w.floats(), x.shape[0], x.shape[1], w.shape[0], eps, pages.data, pages.strides[0],
+                        pages.strides[1], plan.write_pages.data(), plan.write_offsets.data()};
+  nb::gil_scoped_release release;
+  kernels().store_latents(args);
+}
+
+AttentionArgs attention_args(const Tensor& pages, const AttentionPlan& plan, int64_t heads, int64_t value_width,
+                             float scale) {
+  if (value_width < 1 || value_width > pages.shape[2]) bad_value("value_width", "must lie within an entry of the pages");
+  plan.check(pages.shape[0], pages.shape[1]);
+  AttentionArgs args{};
+  args.heads = heads;
+  args.width = pages.shape[2];
+  args.value_width = value_width;
+  args.scale = scale;
+  args.pages = pages.data;
+  args.type = pages.type();
+  args.page_stride = pages.strides[0];
+  args.entry_stride = pages.strides[1];
+  args.match_unit = pages.shape[1];
+  args.num_spans = int64_t(plan.spans.size());
+  args.spans = plan.spans.data();
+  args.table = plan.table.data();
+  args.table_starts = plan.table_starts.data();
+  return args;
+}
+
+void attend(handle query_object, handle pages_object, const AttentionPlan& plan, int64_t value_width, float scale,
+            handle out_object) {
+  const Tensor query = Tensor::from(query_object, "query", 3, kF32, 3);
+  const Tensor pages = Tensor::from(pages_object, "pages", 3, kFloats, 1);
+  const Tensor out = Tensor::from(out_object, "out", 3, kF32, 3);
+  query.check_shape({plan.rows(), -1, pages.shape[2]});
+  out.check_shape({plan.rows(), query.shape[1], value_width});
+  AttentionArgs args = attention_args(pages, plan, query.shape[1], value_width, scale);
+  args.query = query.floats();
+  args.out = out.floats();
+  nb::gil_scoped_release release;
+  kernels().attend(args);
+}
+
+float widened(const char* p, Type type) {
+  uint32_t bits = 0;
+  if (type == Type::f32) std::memcpy(&bits, p, 4);
+  else std::memcpy(reinterpret_cast<char*>(&bits) + 2, p, 2);
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+// Absorbed attention: query through the key expansion, latents, then through the value expansion.
+void attend_latents(handle query_object, const PackedWeight& absorb_key, const PackedWeight& absorb_value,
+                    handle pages_object, const AttentionPlan& plan, float scale, handle out_object) {
+  const Packed &key = absorb_key.view(), &value = absorb_value.view();
+  const Tensor query = Tensor::from(query_object, "query", 3, kFloats, 1);
+  const Tensor pages = Tensor::from(pages_object, "pages", 3, kFloats, 1);
+  const Tensor out = Tensor::from(out_object, "out", 3, kFloats, 1);
+  const int64_t rows = plan.rows(), heads = key.groups, width = pages.shape[2], latent = key.n;
+  const int64_t shared = width - latent;
+  if (value.groups != heads || value.k != latent || key.paired || value.paired)
+    bad_value("absorb_value", "does not fit absorb_key");
+  if (shared < 0) bad_value("pages", "entries are narrower than the latent");
+  query.check_shape({rows, heads, key.k + shared});
+  out.check_shape({rows, heads, value.n});
+  if (out.overlaps(query)) bad_value("out", "must not overlap query");
+  AttentionArgs args = attention_args(pages, plan, heads, latent, scale);
+  nb::gil_scoped_release release;
+  float* absorbed = scratch_of<float>(kMixed, rows * heads * (width + latent));
+  float* mixed = absorbed + rows * heads * width;
+  LinearArgs expand{};
+  expand.x = query.rows();
+  expand.x_group = query.strides[1];
+  expand.rows = rows;
+  expand.weight = key;
+  expand.y = Rows{absorbed, Type::f32, heads * width};
+  expand.y_group = width;
+  kernels().linear(expand);
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t head = 0; head < heads; head++)
+      for (int64_t i = 0; i < shared; i++)
+        absorbed[(row * heads + head) * width + latent + i] =
+            widened(query.rows().at(row, head * query.strides[1] + key.k + i), query.type());
+  args.query = absorbed;
+  args.out = mixed;
+  kernels().attend(args);
+  LinearArgs contract{};
+  contract.x = Rows{mixed, Type::f32, heads * latent};
+  contract.x_group = latent;
+  contract.rows = rows;
+  contract.weight = value;
+  contract.y = out.rows();
+  contract.y_group = out.strides[1];
+  kernels().linear(contract);
+}
+
+// Pointers to the initial records of a step; copies where another sequence writes the slot.
+void resolve_initial(const RecurrentPlan& plan, KdaArgs& args, std::vector<RecurrentSequence>& sequences) {
+  const int64_t channels = args.heads * (2 * args.key_dim + args.value_dim), item = item_bytes(args.raw.type);
+  const int64_t tail_bytes = (args.taps - 1) * args.tail_row_stride * item;
+  const int64_t state_bytes = args.heads * args.key_dim * args.value_dim * 4;
+  const int64_t record = (state_bytes + tail_bytes + 63) / 64 * 64;
+  sequences = plan.sequences;
+  for (RecurrentSequence& s : sequences) {
+    if (s.initial_slot < 0) continue;
+    s.initial_state = args.states + s.initial_slot * args.state_slot_stride;
+    s.initial_tail = args.tails + s.initial_slot * args.tail_slot_stride * item;
+  }
+  if (plan.endangered.empty()) return;
+  char* copies = static_cast<char*>(scratch(kInitialStates, plan.endangered.size() * size_t(record)));
+  for (size_t i : plan.endangered) {
+    std::memcpy(copies, sequences[i].initial_state, size_t(state_bytes));
+    for (int64_t row = 0; row < args.taps - 1; row++)
+      std::memcpy(copies + state_bytes + row * args.tail_row_stride * item,
+                  sequences[i].initial_tail + row * args.tail_row_stride * item, size_t(channels * item));
+    sequences[i].initial_state = reinterpret_cast<const float*>(copies);
+    sequences[i].initial_tail = copies + state_bytes;
+    copies += record;
+  }
+}
+
+void kda_mixer(handle raw, handle decay, handle beta, handle gate, handle conv, handle decay_log, handle dt_bias,
+               handle norm, float eps, std::optional<float> lower_bound, handle tails, handle states,
+               const RecurrentPlan& plan, handle out) {
+  const Tensor r = Tensor::from(raw, "raw", 2, kFloats, 1), d = Tensor::from(decay, "decay", 2, kFloats, 1);
+  const Tensor b = Tensor::from(beta, "beta", 2, kFloats, 1), g = Tensor::from(gate, "gate", 2, kFloats, 1);
+  const Tensor c = Tensor::from(conv, "conv", 2, kF32, 2), y = Tensor::from(out, "out", 2, kFloats, 1);
+  const Tensor t = Tensor::from(tails, "tails", 3, kFloats, 1), s = Tensor::from(states, "states", 4, kF32, 3);
+  const int64_t rows = plan.rows(), heads = s.shape[1], key_dim = s.shape[2], value_dim = s.shape[3];
+  const int64_t channels = heads * (2 * key_dim + value_dim);
+  r.check_shape({rows, channels});
+  d.check_shape({rows, heads * key_dim});
+  b.check_shape({rows, heads});
+  g.check_shape({rows, heads * value_dim});
+  y.check_shape({rows, heads * value_dim});
+  c.check_shape({-1, channels});
+  if (c.shape[0] < 1 || c.shape[0] > 64) bad_value("conv", "must have 1 to 64 taps");
+  t.check_shape({-1, c.shape[0] - 1, channels});
+  t.check_type(r.type());
+  if (t.shape[0] != s.shape[0]) bad_value("tails", "must have as many slots as states");
+  plan.check(s.shape[0]);
+  KdaArgs args{};
+  args.raw = r.rows();
+  args.decay = d.rows();
+  args.beta = b.rows();
+  args.gate = g.rows();
+  args.out = y.rows();
+  args.conv = c.floats();
+  args.decay_log = vector_of(decay_log, "decay_log", heads);
+  args.dt_bias = vector_of(dt_bias, "dt_bias", heads * key_dim);
+  args.norm = vector_of(norm, "norm", value_dim);
+  args.taps = c.shape[0];
+  args.heads = heads;
+  args.key_dim = key_dim;
+  args.value_dim = value_dim;
+  args.eps = eps;
+  args.scale = 1.0f / __builtin_sqrtf(float(key_dim));
+  args.bounded = lower_bound.has_value();
+  args.lower_bound = lower_bound.value_or(0.0f);
+  args.tails = t.data;
+  args.tail_slot_stride = t.strides[0];
+  args.tail_row_stride = t.strides[1];
+  args.states = s.floats();
+  args.state_slot_stride = s.strides[0];
+  nb::gil_scoped_release release;
+  std::vector<RecurrentSequence> sequences;
+  resolve_initial(plan, args, sequences);
+  args.num_sequences = int64_t(sequences.size());
+  args.sequences = sequences.data();
+  args.exports = plan.exports.data();
+  kernels().kda(args);
+}
+
+Rows optional_rows(handle object, const char* name, const Tensor& like) {
+  if (object.is_none()) return Rows{};
+  const Tensor t = Tensor::from(object, name, 2, kFloats, 1);
+  t.check_shape({like.shape[0], like.shape[1]});
+  t.check_type(like.type());
+  return t.rows();
+}
+
+void moe(handle x_object, handle logits, handle bias, const Experts& experts, int64_t experts_per_token,
+         bool renormalize, float scaling, handle shared, handle residual, handle out) {
+  const Tensor x = Tensor::from(x_object, "x", 2, kFloats, 1);
+  const Tensor l = Tensor::from(logits, "logits", 2, kF32, 1);
+  const Tensor y = Tensor::from(out, "out", 2, kFloats, 1);
+  const int64_t num_experts = int64_t(experts.down.size());
+  x.check_shape({-1, experts.width});
+  l.check_shape({x.shape[0], num_experts});
+  y.check_shape({x.shape[0], x.shape[1]});
+  y.check_type(x.type());
+  if (y.overlaps(x)) bad_value("out", "must not overlap x");
+  if (experts_per_token < 1 || experts_per_token > num_experts)
+    bad_value("experts_per_token", "must lie in [1, " + std::to_string(num_experts) + "]");
+  MoeArgs args{};
+  args.x = x.rows();
+  args.logits = l.rows();
+  args.bias = vector_of(bias, "bias", num_experts);
+  args.rows = x.shape[0];
+  args.width = x.shape[1];
+  args.inner = experts.inner;
+  args.num_experts = num_experts;
+  args.experts_per_token = experts_per_token;
+  args.renormalize = renormalize;
+  args.scaling = scaling;
+  args.gate_up = experts.gate_up.data();
+  args.down = experts.down.data();
+  args.shared = optional_rows(shared, "shared", x);
+  args.residual = optional_rows(residual, "residual", x);
+  args.y = y.rows();
+  nb::gil_scoped_release release;
+  kernels().moe(args);
+}
+
+void embed(handle ids_object, handle table_object, handle out_object) {
+  const Tensor ids = Tensor::from(ids_object, "ids", 1, kI64, 1);
+  const Tensor table = Tensor::from(table_object, "table", 2, kFloats, 1);
+  const Tensor out = Tensor::from(out_object, "out", 2, kFloats, 1);
+  out.check_shape({ids.shape[0], table.shape[1]});
+  out.check_type(table.type());
+  const size_t bytes = size_t(table.shape[1] * item_bytes(table.type()));
+  for (int64_t i = 0; i < ids.shape[0]; i++)
+    if (ids.integers()[i] < 0 || ids.integers()[i] >= table.shape[0])
+      bad_value("ids", "id " + std::to_string(ids.integers()[i]) + " is outside of " + std::to_string(table.shape[0]) + " rows");
+  for (int64_t i = 0; i < ids.shape[0]; i++)
+    std::memcpy(out.rows().at(i), table.rows().at(ids.integers()[i]), bytes);
+}
+
+std::string numerics_id() {
+  // Raise the number with every change to an order of sums, a rounding, a polynomial or a tile size.
+  return std::string("milepost-1-") + (kernels().fused ? "fused" : "unfused");
+}
+
+void set_threads(int count) {
+  if (count < 1 || count > 256) bad_value("count", "must lie in [1, 256]");
+  nb::gil_scoped_release release;
+  set_num_threads(count);
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  using namespace nb::literals;
+  m.def("available_isas", available_isas);
+  m.def("isa", [] { return std::string(kernels().isa); });
+  m.def("set_isa", set_isa, "name"_a);
+  m.def("numerics_id", numerics_id);
+  m.def("num_threads", num_threads);
+  m.def("set_num_threads", set_threads, "count"_a);
+
+  nb::class_<PackedWeight>(m, "PackedWeight")
+      .def_prop_ro("num_bytes", [](const PackedWeight& w) { return w.view().bytes(); })
+      .def_prop_ro("out_features", [](const PackedWeight& w) { return w.view().n; })
+      .def_prop_ro("in_features", [](const PackedWeight& w) { return w.view().k; })
+      .def_prop_ro("groups", [](const PackedWeight& w) { return w.view().groups; });
+  m.def("pack", [](handle weight, bool paired) { return new PackedWeight(weight, paired); }, "weight"_a,
+        "paired"_a = false, nb::rv_policy::take_ownership);
+  nb::class_<Experts>(m, "Experts").def(nb::init<nb::list, nb::list>(), "gate_up"_a, "down"_a);
+  nb::class_<AttentionPlan>(m, "AttentionPlan")
+      .def(nb::init<nb::list, nb::handle, nb::handle, nb::handle>(), "spans"_a, "page_tables"_a, "write_pages"_a,
+           "write_offsets"_a);
+  nb::class_<RecurrentPlan>(m, "RecurrentPlan")
+      .def(nb::init<nb::list, nb::list, nb::list, nb::list>(), "spans"_a, "initial_slots"_a, "running_slots"_a,
+           "exports"_a);
+
+  m.def("linear", linear, "x"_a, "weight"_a, "out"_a, "residual"_a.none() = nb::none());
+  m.def("rms_norm", rms_norm, "x"_a, "weight"_a, "eps"_a, "out"_a);
+  m.def("store_latents", store_latents, "x"_a, "weight"_a, "eps"_a, "pages"_a, "plan"_a);
+  m.def("attend", attend, "query"_a, "pages"_a, "plan"_a, "value_width"_a, "scale"_a, "out"_a);
+  m.def("attend_latents", attend_latents, "query"_a, "absorb_key"_a, "absorb_value"_a, "pages"_a, "plan"_a, "scale"_a,
+        "out"_a);
+  m.def("kda_mixer", kda_mixer, "raw"_a, "decay"_a, "beta"_a, "gate"_a, "conv"_a, "decay_log"_a, "dt_bias"_a, "norm"_a,
+        "eps"_a, "lower_bound"_a.none(), "tails"_a, "states"_a, "plan"_a, "out"_a);
+  m.def("moe", moe, "x"_a, "logits"_a, "bias"_a, "experts"_a, "experts_per_token"_a, "renormalize"_a, "scaling"_a,
+        "shared"_a.none(), "residual"_a.none(), "out"_a);
+  m.def("embed", embed, "ids"_a, "table"_a, "out"_a);
+}
+
+}  // namespace milepost

@@ -1,0 +1,158 @@
+#include "python/plans.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <new>
+#include <unordered_map>
+
+#include "common/dispatch.h"
+
+namespace milepost {
+
+void PackedWeight::Free::operator()(void* p) const { std::free(p); }
+
+PackedWeight::PackedWeight(nb::handle weight, bool paired) {
+  const bool grouped = nb::cast<int>(weight.attr("ndim")) == 3;
+  const Tensor w = Tensor::from(weight, "weight", grouped ? 3 : 2, kFloats, 0);
+  const int row = grouped ? 1 : 0;
+  if (paired && w.shape[size_t(row)] % 2 != 0) bad_value("weight", "gate and up must have the same number of rows");
+  packed_.type = w.type();
+  packed_.groups = grouped ? w.shape[0] : 1;
+  packed_.n = w.shape[size_t(row)] / (paired ? 2 : 1);
+  packed_.k = w.shape[size_t(row) + 1];
+  packed_.paired = paired;
+  if (packed_.groups < 1 || packed_.n < 1 || packed_.k < 1) bad_value("weight", "must not be empty");
+  const size_t bytes = (size_t(packed_.bytes()) + 63) / 64 * 64;
+  memory_.reset(std::aligned_alloc(64, bytes));
+  if (!memory_) throw std::bad_alloc();
+  packed_.data = memory_.get();
+  PackArgs args{};
+  args.source = Rows{w.data, w.type(), w.strides[size_t(row)]};
+  args.group = grouped ? w.strides[0] : 0;
+  args.column = w.strides[size_t(row) + 1];
+  args.target = packed_;
+  nb::gil_scoped_release release;
+  kernels().pack(args);
+}
+
+Experts::Experts(nb::list gate_up_list, nb::list down_list) : owners_gate_up_(gate_up_list), owners_down_(down_list) {
+  if (nb::len(gate_up_list) == 0 || nb::len(gate_up_list) != nb::len(down_list))
+    bad_value("experts", "needs as many gate_up as down weights, and at least one");
+  for (nb::handle h : gate_up_list) gate_up.push_back(nb::cast<const PackedWeight&>(h).view());
+  for (nb::handle h : down_list) down.push_back(nb::cast<const PackedWeight&>(h).view());
+  width = gate_up[0].k;
+  inner = gate_up[0].n;
+  for (size_t i = 0; i < down.size(); i++) {
+    const bool fits = gate_up[i].paired && gate_up[i].n == inner && gate_up[i].k == width && !down[i].paired &&
+                      down[i].n == width && down[i].k == inner && gate_up[i].groups == 1 && down[i].groups == 1;
+    if (!fits) bad_value("experts", "expert " + std::to_string(i) + " does not fit expert 0");
+  }
+}
+
+std::vector<Span> spans_of(nb::list list) {
+  std::vector<Span> spans;
+  int64_t row = 0;
+  for (nb::handle h : list) {
+    const nb::tuple t = nb::cast<nb::tuple>(h);
+    if (nb::len(t) != 3) bad_value("spans", "entries are (first_row, end_row, position)");
+    const Span span{nb::cast<int64_t>(t[0]), nb::cast<int64_t>(t[1]), nb::cast<int64_t>(t[2])};
+    if (span.first_row != row || span.end_row <= span.first_row || span.position < 0)
+      bad_value("spans", "must follow each other from row 0, without empty ones, at positions >= 0");
+    row = span.end_row;
+    spans.push_back(span);
+  }
+  return spans;
+}
+
+AttentionPlan::AttentionPlan(nb::list span_list, nb::handle page_tables, nb::handle pages, nb::handle offsets)
+    : spans(spans_of(span_list)) {
+  table_starts.push_back(0);
+  for (nb::handle h : nb::cast<nb::sequence>(page_tables)) {
+    const Tensor t = Tensor::from(h, "page_tables", 1, kI64, 1);
+    table.insert(table.end(), t.integers(), t.integers() + t.shape[0]);
+    table_starts.push_back(int64_t(table.size()));
+  }
+  if (table_starts.size() != spans.size() + 1) bad_value("page_tables", "must be one per span");
+  const Tensor p = Tensor::from(pages, "write_pages", 1, kI64, 1);
+  const Tensor o = Tensor::from(offsets, "write_offsets", 1, kI64, 1);
+  o.check_shape({p.shape[0]});
+  write_pages.assign(p.integers(), p.integers() + p.shape[0]);
+  write_offsets.assign(o.integers(), o.integers() + o.shape[0]);
+  if (rows() != (spans.empty() ? 0 : spans.back().end_row)) bad_value("write_pages", "must have one entry per row");
+  for (const auto* ids : {&table, &write_pages}) {
+    for (int64_t id : *ids) {
+      smallest_page_ = std::min(smallest_page_, id);
+      largest_page_ = std::max(largest_page_, id);
+    }
+  }
+  for (int64_t offset : write_offsets) {
+    smallest_offset_ = std::min(smallest_offset_, offset);
+    largest_offset_ = std::max(largest_offset_, offset);
+  }
+}
+
+void AttentionPlan::check(int64_t num_pages, int64_t match_unit) const {
+  if (smallest_page_ < 0 || largest_page_ >= num_pages)
+    bad_value("plan", "a page id is outside of " + std::to_string(num_pages) + " pages");
+  if (smallest_offset_ < 0 || largest_offset_ >= match_unit)
+    bad_value("plan", "a write offset is outside of a page of " + std::to_string(match_unit) + " entries");
+  for (size_t s = 0; s < spans.size(); s++) {
+    const int64_t end = spans[s].position + spans[s].length();
+    if ((table_starts[s + 1] - table_starts[s]) * match_unit < end)
+      bad_value("plan", "page table " + std::to_string(s) + " covers fewer than " + std::to_string(end) + " positions");
+  }
+}
+
+RecurrentPlan::RecurrentPlan(nb::list span_list, nb::list initial_slots, nb::list running_slots, nb::list export_list) {
+  const std::vector<Span> spans = spans_of(span_list);
+  if (nb::len(initial_slots) != spans.size()) bad_value("initial_slots", "must be one per span");
+  if (nb::len(running_slots) != spans.size()) bad_value("running_slots", "must be one per span");
+  std::unordered_map<int64_t, size_t> writer;  // slot -> sequence that writes it
+  const auto writes = [&](int64_t slot, size_t sequence) {
+    if (slot < 0) bad_value("plan", "a written slot is negative");
+    if (!writer.emplace(slot, sequence).second) bad_value("plan", "slot " + std::to_string(slot) + " is written twice");
+    largest_slot_ = std::max(largest_slot_, slot);
+  };
+  for (size_t s = 0; s < spans.size(); s++) {
+    RecurrentSequence sequence{};
+    sequence.span = spans[s];
+    sequence.initial_slot = nb::cast<int64_t>(initial_slots[s]);
+    sequence.running_slot = nb::cast<int64_t>(running_slots[s]);
+    if (sequence.initial_slot < -1) bad_value("initial_slots", "must be slots, or -1 for zeros");
+    largest_slot_ = std::max(largest_slot_, sequence.initial_slot);
+    writes(sequence.running_slot, s);
+    sequences.push_back(sequence);
+  }
+  size_t at = 0;
+  int64_t previous = 0;
+  for (nb::handle h : export_list) {
+    const nb::tuple t = nb::cast<nb::tuple>(h);
+    const size_t sequence = nb::cast<size_t>(t[0]);
+    const StateExport entry{nb::cast<int64_t>(t[1]), nb::cast<int64_t>(t[2])};
+    if (sequence >= spans.size() || sequence < at) bad_value("exports", "must ascend by sequence");
+    for (; at < sequence; previous = 0) {
+      sequences[at].end_export = int64_t(exports.size());
+      sequences[++at].first_export = int64_t(exports.size());
+    }
+    if (entry.offset <= previous || entry.offset > spans[at].length())
+      bad_value("exports", "offsets must ascend within [1, rows of the sequence]");
+    previous = entry.offset;
+    writes(entry.slot, at);
+    exports.push_back(entry);
+  }
+  for (; at < sequences.size(); at++) {
+    sequences[at].end_export = int64_t(exports.size());
+    if (at + 1 < sequences.size()) sequences[at + 1].first_export = int64_t(exports.size());
+  }
+  for (size_t s = 0; s < sequences.size(); s++) {
+    if (sequences[s].initial_slot < 0 || sequences[s].initial_slot == sequences[s].running_slot) continue;
+    if (writer.count(sequences[s].initial_slot)) endangered.push_back(s);
+  }
+}
+
+void RecurrentPlan::check(int64_t num_slots) const {
+  if (largest_slot_ >= num_slots)
+    bad_value("plan", "slot " + std::to_string(largest_slot_) + " is outside of " + std::to_string(num_slots) + " slots");
+}
+
+}  // namespace milepost

@@ -1,0 +1,70 @@
+// What one step or one model keeps on the native side between calls.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "python/tensor.h"
+
+namespace milepost {
+
+// Weights in the order in which the products read them.
+class PackedWeight {
+ public:
+  // weight [n, k], or [groups, n, k]; paired: [2n, k], gate over up.
+  PackedWeight(nb::handle weight, bool paired);
+  const Packed& view() const { return packed_; }
+
+ private:
+  struct Free {
+    void operator()(void* p) const;
+  };
+  std::unique_ptr<void, Free> memory_;
+  Packed packed_;
+};
+
+class Experts {
+ public:
+  Experts(nb::list gate_up, nb::list down);
+  std::vector<Packed> gate_up, down;
+  int64_t width = 0, inner = 0;
+
+ private:
+  nb::list owners_gate_up_, owners_down_;
+};
+
+// Index of an attention group in one step.
+class AttentionPlan {
+ public:
+  AttentionPlan(nb::list spans, nb::handle page_tables, nb::handle write_pages, nb::handle write_offsets);
+  // Throws if a page id or an offset does not exist in pages of this shape, or a table is too short.
+  void check(int64_t num_pages, int64_t match_unit) const;
+  int64_t rows() const { return int64_t(write_pages.size()); }
+
+  std::vector<Span> spans;
+  std::vector<int64_t> table, table_starts, write_pages, write_offsets;
+
+ private:
+  int64_t smallest_page_ = 0, largest_page_ = -1, smallest_offset_ = 0, largest_offset_ = -1;
+};
+
+// Index of a recurrent group in one step.
+class RecurrentPlan {
+ public:
+  // exports: (sequence, offset, slot), ascending by sequence, then offset. Initial slot -1: zeros.
+  RecurrentPlan(nb::list spans, nb::list initial_slots, nb::list running_slots, nb::list exports);
+  int64_t rows() const { return sequences.empty() ? 0 : sequences.back().span.end_row; }
+  void check(int64_t num_slots) const;
+
+  std::vector<RecurrentSequence> sequences;
+  std::vector<StateExport> exports;
+  // Sequences whose initial slot somebody else writes in this step: they start from a copy.
+  std::vector<size_t> endangered;
+
+ private:
+  int64_t largest_slot_ = -1;
+};
+
+std::vector<Span> spans_of(nb::list spans);
+
+}  // namespace milepost
