@@ -19,7 +19,7 @@ from milepost.sim.fakes import WorkerFaults
 from milepost.sim.model import FingerprintModel
 from milepost.sim.spec import Outcome, RequestSpec
 from milepost.sim.workload import hot_or_cold_tokens
-from milepost.sim.world import World
+from milepost.sim.world import Checks, World
 
 MAX_PATHS = 24
 """Earlier prompts and answers kept to cut new prompts from."""
@@ -140,7 +140,7 @@ class Swarm:
         config: drawn from `rng` if not given.
     """
 
-    def __init__(self, rng: Random, config: SwarmConfig | None = None) -> None:
+    def __init__(self, rng: Random, config: SwarmConfig | None = None, checks: Checks | None = None) -> None:
         self.rng = rng
         self.config = config if config is not None else draw_config(rng)
         self.world = World(
@@ -148,6 +148,7 @@ class Swarm:
             self.config.cache,
             self.config.scheduler,
             faults=random_faults(rng, self.config.fault_rates),
+            checks=checks,
             model=FingerprintModel(self.config.vocab_size),
         )
         self.world.on_end = self._remember

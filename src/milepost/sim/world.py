@@ -274,7 +274,7 @@ class World:
             self.contents.forget(request_id)
             if problems:
                 raise SimulationError("; ".join(problems))
-        is_complete = update.finish_reason in ("stop", "length")
+        is_complete = update.finish_reason in ("stop", "length") and bool(outcome.output_tokens)
         is_complete = is_complete and self._is_promised(request, request.num_processed)
         self.promises.ended(request_id, request.num_processed if is_complete else None)
         self.worker.forget(request_id)
