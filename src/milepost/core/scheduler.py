@@ -314,7 +314,8 @@ class Scheduler:
                 return
             num_tokens = self._try_admit(plan, request, num_budget_tokens)
             if num_tokens == 0:
-                self._blocked_head = request.request_id
+                # Only what runs can make room later; with nothing running, try again.
+                self._blocked_head = request.request_id if self.running else None
                 return
             num_budget_tokens -= num_tokens
 
