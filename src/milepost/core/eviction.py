@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from heapq import heappop, heappush
+
 from milepost.core import reasons
 from milepost.core.geometry import CacheGeometry
 from milepost.core.memory import Memory
 from milepost.core.metrics import CacheCounters
 from milepost.core.retention import SegmentRecord, eviction_rank
+from milepost.core.reuse import MAX_TURN_CLASS, ReuseClass, ReuseModel
 from milepost.core.tree import Node, PrefixTree
 from milepost.core.units import floor_div
+
+
+def reuse_class(node: Node, *, is_continued: bool | None = None) -> ReuseClass:
+    """Class of a checkpoint for the reuse model; `is_continued` if that is known before it shows."""
+    has_deeper = bool(node.children) if is_continued is None else is_continued
+    return (node.reason, has_deeper, min(node.num_hits, MAX_TURN_CLASS))
+
 
 RANKING_LIFE_DIVISOR = 8
 """A ranking of n candidates serves n / 8 evictions before it is made anew."""
@@ -24,8 +34,11 @@ class Evictor:
         self.memory = memory
         self.geometry = geometry
         self.counters = counters
-        self._ranking: list[tuple[Node, float]] = []
-        self._ranking_life = 0
+        self.reuse = ReuseModel()
+        self._heap: list[tuple[tuple[bool, float], int, Node, float]] = []
+        self._changed: list[Node] = []
+        self._num_ranked = 0
+        self._life = 0
 
     def evict_one(self, now: float) -> bool:
         """Free at least one record; False if everything left is in use. Amortised O(log n)."""
@@ -33,21 +46,27 @@ class Evictor:
             if not node.pins:
                 self._drop_tail(node, "stranded", reasons.INTERVAL)
                 return True
+        self._rank_changed(now)
         is_fresh = False
         while True:
-            while self._ranking and self._ranking_life > 0:
-                node, last_used = self._ranking.pop()
+            while self._heap and self._life > 0:
+                _, _, node, last_used = heappop(self._heap)
                 if node.states is None or node.pins or node.last_used != last_used:
                     continue
                 if self.tree.index.get(node.key) is not node:
                     continue
-                self._ranking_life -= 1
+                self._life -= 1
                 self._evict(node)
                 return True
             if is_fresh:
                 return False
-            self._rank(now)
+            self._rank_all(now)
             is_fresh = True
+
+    def reconsider(self, node: Node) -> None:
+        """A checkpoint was made, used or let go: it is ranked before the next eviction."""
+        if node.states is not None:
+            self._changed.append(node)
 
     def evict_all(self) -> None:
         """Free every record that no lease holds."""
@@ -92,37 +111,37 @@ class Evictor:
         excess = len(on_path) + 1 - limit
         candidates = sorted(
             (a for a in on_path if not a.pins and len(a.children) < 2),
-            key=lambda a: (eviction_rank(self._record(a, now), now), -a.depth),
+            key=lambda a: (eviction_rank(self._record(a, now)), -a.depth),
         )
         for victim in candidates[: max(0, excess)]:
             self.counters.refusals[reasons.REFUSED_STATES_PER_PATH, victim.reason] += 1
             self._free_state(victim, "merge")
 
-    def _rank(self, now: float) -> None:
-        candidates = [
-            (eviction_rank(self._record(node, now), now), index, node)
-            for index, node in enumerate(self.tree.state_nodes.values())
-            if not node.pins
-        ]
-        candidates.sort(key=lambda c: c[:2], reverse=True)
-        self._ranking = [(node, node.last_used) for _, _, node in candidates]
-        self._ranking_life = max(1, floor_div(len(candidates), RANKING_LIFE_DIVISOR))
+    def _rank_all(self, now: float) -> None:
+        self._heap = []
+        self._changed = list(self.tree.state_nodes.values())
+        self._rank_changed(now)
+        self._life = max(1, floor_div(len(self._heap), RANKING_LIFE_DIVISOR))
+
+    def _rank_changed(self, now: float) -> None:
+        for node in self._changed:
+            if node.states is not None and not node.pins:
+                self._num_ranked += 1
+                rank = eviction_rank(self._record(node, now))
+                heappush(self._heap, (rank, self._num_ranked, node, node.last_used))
+        self._changed = []
 
     def _record(self, node: Node, now: float) -> SegmentRecord:
         below = self.tree.position_below(node)
-        is_leaf = not node.children
         freed = self.geometry.checkpoint_bytes
-        if is_leaf:
+        if not node.children:
             freed += self._tail_units(node) * self.geometry.unit_bytes
         return SegmentRecord(
             num_saved_tokens=(node.depth - below) * self.geometry.match_unit,
             freed_bytes=freed,
-            last_used=node.last_used,
-            num_hits=node.num_hits,
-            reason=node.reason,
-            is_leaf=is_leaf,
             is_pinned=node.pinned_until > now,
             priority=node.retention_priority,
+            reuse_index=self.reuse.index(reuse_class(node), now - node.last_used, now),
         )
 
     def _tail_units(self, node: Node) -> int:

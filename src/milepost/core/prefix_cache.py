@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from milepost.config import CacheConfig
 from milepost.core import reasons
 from milepost.core.coordinator import JointHit, joint_hit
-from milepost.core.eviction import Evictor
+from milepost.core.eviction import Evictor, reuse_class
 from milepost.core.geometry import CacheGeometry
 from milepost.core.groups.attention import AttentionGroup
 from milepost.core.groups.recurrent import RecurrentGroup
@@ -26,7 +26,7 @@ from milepost.core.memory import Memory
 from milepost.core.metrics import CacheCounters
 from milepost.core.plan import ZERO_STATE
 from milepost.core.tree import NO_RECORD, Node, PrefixTree
-from milepost.core.units import ceil_div, floor_div
+from milepost.core.units import ceil_div, floor_div, is_multiple
 
 CONTINUATION_REASONS = frozenset({reasons.TAIL, reasons.END, reasons.HISTORY, reasons.DECODE, reasons.FINISH})
 """A hit on one of these continues a conversation; a hit on another merely shares a beginning."""
@@ -86,10 +86,10 @@ class PrefixCache:
         path = self.tree.walk(root, keys, limit) if root is not None else []
         hit = joint_hit(self.attention, self.recurrent, path, limit)
         is_media_bound = False
-        while hit.units and chain.media and chain.splits_media(hit.units * self.match_unit):
+        hit.attention_units = chain.unsplit_units(hit.attention_units)
+        while (unsplit := chain.unsplit_units(hit.units)) < hit.units:
             is_media_bound = True
-            shorter = joint_hit(self.attention, self.recurrent, path, hit.units - 1)
-            hit.units = shorter.units
+            hit.units = joint_hit(self.attention, self.recurrent, path, unsplit).units
         return Match(hit.units * self.match_unit, path, hit, limit, is_media_bound)
 
     # -- reserve -------------------------------------------------------------------------------
@@ -107,13 +107,19 @@ class PrefixCache:
         tables = [[node.pages[g.index] for node in match.path[:units]] for g in self.attention]
         return Lease(chain, tip, tables, is_caching=is_caching)
 
-    def record_hit(self, lease: Lease, now: float) -> None:
+    def record_hit(self, lease: Lease, match: Match, now: float) -> None:
         """Count the admission of a request that starts from the tip of `lease`."""
         tip = lease.tip
+        reuse = self.evictor.reuse
+        for key in reversed(lease.chain.keys[: match.limit_units]):
+            if reuse.is_waiting(key):
+                reuse.used(key, now)
+                break
         if tip.is_root:
             return
         tip.last_used = now
         tip.num_hits += 1
+        reuse.created(tip.key, reuse_class(tip, is_continued=True), now)
         if tip.reason in CONTINUATION_REASONS:
             lease.lineage = tip.num_hits
 
@@ -161,18 +167,18 @@ class PrefixCache:
             table.extend(pages)
         if reservation.running is not None:
             lease.running = reservation.running
+        if reservation.reclaimed_reason is not None:
+            self.tree.detach_state(lease.tip)
+            self.counters.evictions["reclaim", reservation.reclaimed_reason] += 1
         lease.exports = reservation.exports
         for _, reason in reservation.refused:
             self.counters.refusals[reasons.REFUSED_NO_MEMORY, reason] += 1
 
     def rollback(self, lease: Lease, reservation: Reservation) -> None:
-        """Give everything back that `reserve` took; nothing else changed."""
+        """Give everything back that `reserve` took. What it evicted to make room stays evicted."""
         for pool, record_id in reversed(reservation.records):
             self.memory.release(pool, record_id)
         reservation.records = []
-        if reservation.reclaimed_reason is not None and reservation.running is not None:
-            self.tree.attach_state(lease.tip, reservation.running, reservation.reclaimed_reason)
-            reservation.reclaimed_reason = None
 
     def _reserve_running(self, lease: Lease, taken: Reservation, now: float) -> bool:
         slots = self._acquire_slots(taken, now, may_evict=True)
@@ -182,8 +188,7 @@ class PrefixCache:
                 return False
             # Nothing can make room: serve on, in place, without the checkpoint this lease stands on.
             taken.reclaimed_reason = tip.reason
-            slots = self.tree.detach_state(tip)
-            self.counters.evictions["reclaim", taken.reclaimed_reason] += 1
+            slots = tip.states
         taken.running = slots
         return True
 
@@ -276,6 +281,7 @@ class PrefixCache:
         node.conversation = lease.conversation
         node.pins += 1
         tip.pins -= 1
+        self.evictor.reconsider(tip)
         lease.tip = node
 
     def _share_unit(self, lease: Lease, index: int, node: Node) -> None:
@@ -299,6 +305,7 @@ class PrefixCache:
         node.created = now
         node.num_hits = lease.lineage
         node.retention_priority = lease.retention_priority
+        self.evictor.reuse.created(node.key, reuse_class(node), now)
         node.pinned_until = now + lease.pin_seconds if reason == reasons.MARKER else 0.0
         self.counters.checkpoints_by_reason[reason] += 1
         if reason == reasons.DECODE:
@@ -315,7 +322,7 @@ class PrefixCache:
         is_roomy = 2 * self.memory.used_bytes < self.memory.budget_bytes
         while len(nodes) > 2:
             node = nodes[0]
-            is_kept = interval_units > 0 and node.depth % interval_units == 0
+            is_kept = interval_units > 0 and is_multiple(node.depth, interval_units)
             if is_roomy and not is_kept:
                 return
             del nodes[0]
@@ -345,6 +352,7 @@ class PrefixCache:
                 self.memory.release(pool, page)
         lease.page_tables = [[] for _ in lease.page_tables]
         lease.tip.pins -= 1
+        self.evictor.reconsider(lease.tip)
         if lease.tip.is_root:
             self.tree.forget_root(lease.tip)
 

@@ -10,25 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from milepost.core import reasons
-
-REUSE_HALF_LIFE = 600.0
-"""Seconds after which an unused segment is half as likely to be used as a fresh one."""
-UNPROVEN_WEIGHT = 0.25
-"""A path that was never hit counts this much: a one-off request never outranks a live conversation."""
-HEAD_WEIGHT = 1.0
-PLACEMENT_WEIGHT = {
-    reasons.TAIL: 1.0,
-    reasons.END: 1.0,
-    reasons.HISTORY: 1.0,
-    reasons.MESSAGE: 1.0,
-    reasons.MARKER: 2.0,
-    reasons.JUNCTION: 1.5,
-    reasons.INTERVAL: 0.25,
-    reasons.DECODE: 0.25,
-    reasons.FINISH: 1.0,
-}
-"""How likely a later prompt ends or branches at a checkpoint of this reason, relative to a tail."""
+MAX_PRIORITY = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,37 +19,25 @@ class SegmentRecord:
 
     Attributes:
         num_saved_tokens: recomputation if it is gone (position - position of the checkpoint below).
-        freed_bytes: what giving it up frees.
-        last_used: time of the last hit, or of its creation.
-        num_hits: hits so far.
-        is_leaf: dropped whole rather than merged.
+        freed_bytes: what giving it up frees: its state, and for a leaf the pages nobody else needs.
+        reuse_index: chance of use per time unit it is kept (`reuse.ReuseModel.index`).
         is_pinned: a client pinned it and the pin still holds.
         priority: what the client asked for; every step doubles the value.
     """
 
     num_saved_tokens: int
     freed_bytes: int
-    last_used: float
-    num_hits: int
-    reason: str
-    is_leaf: bool
+    reuse_index: float
     is_pinned: bool = False
     priority: int = 0
 
 
-MAX_PRIORITY = 16
-
-
-def eviction_rank(record: SegmentRecord, now: float) -> tuple[bool, float]:
+def eviction_rank(record: SegmentRecord) -> tuple[bool, float]:
     """Sort key: the smallest goes first; what is pinned goes last."""
-    return (record.is_pinned, segment_value(record, now))
+    return (record.is_pinned, segment_value(record))
 
 
-def segment_value(record: SegmentRecord, now: float) -> float:
-    """Recompute cost saved x expected reuse / bytes freed. Larger = keep longer."""
-    age = max(0.0, now - record.last_used)
-    recency = 1.0 / (1.0 + age / REUSE_HALF_LIFE)
-    proven = UNPROVEN_WEIGHT + min(record.num_hits, 8)
-    placement = PLACEMENT_WEIGHT.get(record.reason, 1.0)
-    placement *= 2.0 ** max(-MAX_PRIORITY, min(MAX_PRIORITY, record.priority))
-    return record.num_saved_tokens * recency * proven * placement / max(1, record.freed_bytes)
+def segment_value(record: SegmentRecord) -> float:
+    """Tokens of recomputation saved per byte and time unit. Larger = keep longer."""
+    weight = 2.0 ** max(-MAX_PRIORITY, min(MAX_PRIORITY, record.priority))
+    return record.num_saved_tokens * record.reuse_index * weight / max(1, record.freed_bytes)

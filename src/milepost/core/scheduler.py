@@ -348,7 +348,10 @@ class Scheduler:
     def _start(self, plan: StepPlan, request: Request, match: Match) -> None:
         lease = _lease_of(request)
         if request.reuse is None:
-            request.reuse = reuse_report(self.cache, match, _chain_of(request), request.num_prompt_tokens)
+            request.reuse = reuse_report(
+                self.cache, match, _chain_of(request), request.num_prompt_tokens,
+                uses_cache=request.uses_cache,
+            )  # fmt: skip
             if request.is_counted:
                 self._count_query(request)
         self.cache.record_hit(lease, match, self._now)
