@@ -1,40 +1,38 @@
 """The operations models call, and which implementation serves each of them.
 
 `select_kernels` makes the choice once, per operation, and records why; models hold the result and
-call its attributes. Signatures, shapes and semantics are those of the functions in `reference`
-and `reference_kda`, whatever serves them.
+call its attributes. Signatures, shapes and semantics are those of the functions in
+`reference_layers`, whatever serves them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
 from milepost.errors import ConfigError
-from milepost.kernels import reference, reference_kda
-from milepost.kernels.reference_kda import KdaRows
+from milepost.kernels import reference_layers
+from milepost.kernels.arguments import KdaInputs, KdaParams, MoeParams
+from milepost.kernels.native import NativeOperations
+from milepost.kernels.native_library import native_library
 
-__all__ = ["OPERATIONS", "REFERENCE", "KdaRows", "KernelChoice", "Kernels", "select_kernels"]
+__all__ = [
+    "NATIVE",
+    "OPERATIONS",
+    "REFERENCE",
+    "KdaInputs",
+    "KdaParams",
+    "KernelChoice",
+    "Kernels",
+    "MoeParams",
+    "select_kernels",
+]
 
 REFERENCE = "reference"
-_REFERENCE_OPS: Mapping[str, Callable[..., Any]] = {
-    "linear": reference.linear,
-    "per_head_linear": reference.per_head_linear,
-    "rms_norm": reference.rms_norm,
-    "gated_rms_norm": reference.gated_rms_norm,
-    "l2_norm": reference.l2_norm,
-    "swiglu": reference.swiglu,
-    "short_conv": reference.short_conv,
-    "kda_gate": reference.kda_gate,
-    "kda": reference_kda.kda,
-    "store_rows": reference.store_rows,
-    "latent_attention": reference.latent_attention,
-    "route": reference.route,
-    "routed_experts": reference.routed_experts,
-}
+NATIVE = "native"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +52,26 @@ class Kernels:
         choices: one per operation, in the order of the attributes.
     """
 
+    pack_linear: Callable[..., Any]
+    pack_swiglu: Callable[..., Any]
+    pack_heads: Callable[..., Any]
+    pack_experts: Callable[..., Any]
+    embedding: Callable[..., torch.Tensor]
     linear: Callable[..., torch.Tensor]
-    per_head_linear: Callable[..., torch.Tensor]
+    linear_parts: Callable[..., tuple[torch.Tensor, ...]]
+    linear_swiglu: Callable[..., torch.Tensor]
     rms_norm: Callable[..., torch.Tensor]
-    gated_rms_norm: Callable[..., torch.Tensor]
-    l2_norm: Callable[..., torch.Tensor]
-    swiglu: Callable[..., torch.Tensor]
-    short_conv: Callable[..., torch.Tensor]
-    kda_gate: Callable[..., torch.Tensor]
-    kda: Callable[..., torch.Tensor]
-    store_rows: Callable[..., None]
-    latent_attention: Callable[..., torch.Tensor]
-    route: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    routed_experts: Callable[..., torch.Tensor]
+    store_latents: Callable[..., None]
+    attend_latents: Callable[..., torch.Tensor]
+    kda_mixer: Callable[..., torch.Tensor]
+    moe: Callable[..., torch.Tensor]
     choices: tuple[KernelChoice, ...]
+
+    @property
+    def implementation(self) -> str:
+        """The one that serves all operations, or "mixed"."""
+        names = {choice.implementation for choice in self.choices}
+        return names.pop() if len(names) == 1 else "mixed"
 
 
 OPERATIONS: tuple[str, ...] = tuple(field.name for field in fields(Kernels) if field.name != "choices")
@@ -77,13 +81,23 @@ def select_kernels(implementation: str = "auto") -> Kernels:
     """Implementations for this process.
 
     Args:
-        implementation: "auto" = the best available for each operation, or the name of one.
+        implementation: "auto" = native where the library is there, else reference; or the name of one.
 
     Raises:
-        ConfigError: an unknown name.
+        ConfigError: an unknown name, or "native" where the library is not usable.
     """
-    if implementation not in ("auto", REFERENCE):
-        raise ConfigError("kernels", f"{implementation!r} is unknown; use auto or {REFERENCE}")
-    reason = "asked for" if implementation == REFERENCE else "no other implementation is built in"
-    choices = tuple(KernelChoice(name, REFERENCE, reason) for name in OPERATIONS)
-    return Kernels(**_REFERENCE_OPS, choices=choices)
+    if implementation not in ("auto", REFERENCE, NATIVE):
+        raise ConfigError("kernels", f"{implementation!r} is unknown; use auto, {NATIVE} or {REFERENCE}")
+    if implementation == REFERENCE:
+        return _kernels(reference_layers, REFERENCE, "asked for")
+    library = native_library()
+    if library.module is not None:
+        return _kernels(NativeOperations(library.module), NATIVE, library.reason)
+    if implementation == NATIVE:
+        raise ConfigError("kernels", library.reason)
+    return _kernels(reference_layers, REFERENCE, library.reason)
+
+
+def _kernels(source: Any, implementation: str, reason: str) -> Kernels:
+    choices = tuple(KernelChoice(name, implementation, reason) for name in OPERATIONS)
+    return Kernels(**{name: getattr(source, name) for name in OPERATIONS}, choices=choices)

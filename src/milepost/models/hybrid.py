@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from milepost.kernels.api import Kernels
 from milepost.models.inputs import CacheFields, StepInputs
@@ -42,14 +41,15 @@ class DecoderLayer:
             self._mlp = DenseMlp(loader.under("mlp"), hidden, spec.intermediate_size)
 
     def __call__(self, x: torch.Tensor, inputs: StepInputs, cache: CacheFields) -> torch.Tensor:
+        """x may be overwritten."""
         normed = self._mixer_norm(x)
         if self._kda is not None:
             assert inputs.recurrent is not None
-            x = x + self._kda(normed, cache, inputs.recurrent)
+            x = self._kda(normed, x, cache, inputs.recurrent)
         elif self._mla is not None:
             assert inputs.attention is not None
-            x = x + self._mla(normed, cache, inputs.attention)
-        return x + self._mlp(self._mlp_norm(x))
+            x = self._mla(normed, x, cache, inputs.attention)
+        return self._mlp(self._mlp_norm(x), x)
 
 
 class HybridDecoder:
@@ -76,20 +76,19 @@ class HybridDecoder:
             for index, layer in enumerate(spec.layers)
         ]
         self._norm = RmsNorm(loader, "norm", spec.hidden_size, spec.norm_eps)
-        if spec.tie_word_embeddings:
-            self._head = self._embedding
-        else:
-            head = Loader(weights, kernels, dtype, prefix.removesuffix("model."))
-            self._head = head.linear("lm_head", spec.hidden_size, spec.vocab_size)
+        head = self._embedding
+        if not spec.tie_word_embeddings:
+            head_loader = Loader(weights, kernels, dtype, prefix.removesuffix("model."))
+            head = head_loader.linear("lm_head", spec.hidden_size, spec.vocab_size)
+        self._head = kernels.pack_linear(head)
 
     def forward(self, inputs: StepInputs, cache: CacheFields) -> torch.Tensor:
         """Hidden states after the last layer [N, D], before the final norm. Writes the cache."""
-        x = F.embedding(inputs.token_ids, self._embedding)
+        x = self._kernels.embedding(inputs.token_ids, self._embedding)
         for layer in self._layers:
             x = layer(x, inputs, cache)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 [M, vocabulary] of rows [M, D] of `forward`."""
-        logits: torch.Tensor = self._kernels.linear(self._norm(hidden), self._head)
-        return logits.float()
+        return self._kernels.linear(self._norm(hidden), self._head, dtype=torch.float32)

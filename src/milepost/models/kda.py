@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from milepost.kernels.api import KdaRows
+from milepost.kernels.api import KdaInputs, KdaParams
 from milepost.kernels.index import RecurrentIndex
 from milepost.models.inputs import CacheFields
 from milepost.models.layers import Loader
@@ -21,40 +21,40 @@ class KdaLayer:
     def __init__(self, loader: Loader, layer: int, hidden_size: int, spec: KdaSpec) -> None:
         self._kernels = loader.kernels
         self._layer = layer
-        self._spec = spec
         heads, dim, width = spec.num_heads, spec.head_dim, spec.width
-        self._qkv = loader.stacked(("q_proj", "k_proj", "v_proj"), hidden_size, (width, width, width))
+        # Everything that reads the layer's input is one product: q, k, v, the low-rank gates, beta.
+        names = ("q_proj", "k_proj", "v_proj", "f_a_proj", "g_a_proj", "b_proj")
+        inputs = loader.stacked(names, hidden_size, (width, width, width, dim, dim, heads))
+        parts = (3 * width, dim, dim, heads)
+        self._inputs = self._kernels.pack_linear(inputs, name="kda.inputs", parts=parts)
+        self._decay = self._kernels.pack_linear(loader.linear("f_b_proj", dim, width), name="kda.decay")
+        self._gate = self._kernels.pack_linear(loader.linear("g_b_proj", dim, width), name="kda.gate")
+        self._out = self._kernels.pack_linear(loader.linear("o_proj", width, hidden_size), name="kda.out")
         taps = [
             loader.tensor_fp32(f"{name}_conv1d.weight", width, 1, spec.conv_kernel).squeeze(1)
             for name in "qkv"
         ]
-        self._conv = torch.cat(taps)
-        # The inputs of the low-rank gates and beta share their input: one product.
-        self._low_rank = loader.stacked(("f_a_proj", "g_a_proj", "b_proj"), hidden_size, (dim, dim, heads))
-        self._decay_out = loader.linear("f_b_proj", dim, width)
-        self._gate_out = loader.linear("g_b_proj", dim, width)
-        self._decay_log = loader.tensor_fp32("A_log", heads, also=((1, 1, heads, 1),))
-        self._dt_bias = loader.tensor_fp32("dt_bias", width).view(heads, dim)
-        self._norm = loader.tensor_fp32("o_norm.weight", dim)
-        self._out = loader.linear("o_proj", width, hidden_size)
+        self._params = KdaParams(
+            num_heads=heads,
+            head_dim=dim,
+            conv_taps=torch.cat(taps).t().contiguous(),
+            decay_log=loader.tensor_fp32("A_log", heads, also=((1, 1, heads, 1),)),
+            dt_bias=loader.tensor_fp32("dt_bias", width),
+            norm_weight=loader.tensor_fp32("o_norm.weight", dim),
+            norm_eps=spec.norm_eps,
+            lower_bound=spec.gate_lower_bound,
+        )
 
-    def __call__(self, x: torch.Tensor, cache: CacheFields, index: RecurrentIndex) -> torch.Tensor:
-        """x [N, D] after the input norm -> [N, D]; moves the cached states of the step's sequences."""
-        ops, spec = self._kernels, self._spec
-        heads = (x.shape[0], spec.num_heads, spec.head_dim)
-        raw = ops.linear(x, self._qkv)
-        mixed = ops.short_conv(raw, self._conv, cache[self._layer, CONV_TAIL_FIELD], index)
-        q, k, v = (mixed[:, part * spec.width : (part + 1) * spec.width].view(heads) for part in range(3))
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, cache: CacheFields, index: RecurrentIndex
+    ) -> torch.Tensor:
+        """x [N, D] after the input norm -> residual + output [N, D]; moves the states of the sequences.
 
-        low_rank = ops.linear(x, self._low_rank)
-        decay_in, gate_in = low_rank[:, : spec.head_dim], low_rank[:, spec.head_dim : 2 * spec.head_dim]
-        beta = torch.sigmoid(low_rank[:, 2 * spec.head_dim :].float())
-        raw_decay = ops.linear(decay_in, self._decay_out).view(heads)
-        g = ops.kda_gate(raw_decay, self._decay_log, self._dt_bias, spec.gate_lower_bound)
-
-        q = ops.l2_norm(q) * spec.head_dim**-0.5
-        out = ops.kda(KdaRows(q, ops.l2_norm(k), v, g, beta), cache[self._layer, STATE_MATRIX_FIELD], index)
-
-        gate = ops.linear(gate_in, self._gate_out).view(heads)
-        normed = ops.gated_rms_norm(out, gate, self._norm, spec.norm_eps)
-        return ops.linear(normed.reshape(x.shape[0], -1), self._out)
+        `residual` may be overwritten.
+        """
+        ops = self._kernels
+        raw, decay_in, gate_in, beta = ops.linear_parts(x, self._inputs)
+        inputs = KdaInputs(raw, ops.linear(decay_in, self._decay), beta, ops.linear(gate_in, self._gate))
+        tails, states = cache[self._layer, CONV_TAIL_FIELD], cache[self._layer, STATE_MATRIX_FIELD]
+        mixed = ops.kda_mixer(inputs, self._params, tails, states, index)
+        return ops.linear(mixed, self._out, residual=residual)

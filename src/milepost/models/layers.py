@@ -62,11 +62,14 @@ class RmsNorm:
 class DenseMlp:
     """down(silu(gate(x)) * up(x)); hub names gate_proj, up_proj, down_proj."""
 
-    def __init__(self, loader: Loader, hidden_size: int, inner_size: int) -> None:
+    def __init__(self, loader: Loader, hidden_size: int, inner_size: int, name: str = "mlp") -> None:
         self._kernels = loader.kernels
-        self._gate_up = loader.stacked(("gate_proj", "up_proj"), hidden_size, (inner_size, inner_size))
-        self._down = loader.linear("down_proj", inner_size, hidden_size)
+        gate_up = loader.stacked(("gate_proj", "up_proj"), hidden_size, (inner_size, inner_size))
+        self._gate_up = self._kernels.pack_swiglu(gate_up, name=f"{name}.inner")
+        down = loader.linear("down_proj", inner_size, hidden_size)
+        self._down = self._kernels.pack_linear(down, name=f"{name}.out")
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        inner = self._kernels.swiglu(self._kernels.linear(x, self._gate_up))
-        return self._kernels.linear(inner, self._down)
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x [N, D] -> [N, D], plus `residual` if given (which may be overwritten)."""
+        inner = self._kernels.linear_swiglu(x, self._gate_up)
+        return self._kernels.linear(inner, self._down, residual=residual)

@@ -22,43 +22,45 @@ class MlaLayer:
     def __init__(self, loader: Loader, layer: int, hidden_size: int, spec: MlaSpec) -> None:
         self._kernels = loader.kernels
         self._layer = layer
-        self._spec = spec
-        heads = spec.num_heads
-        query_width = heads * spec.qk_head_dim
+        self._scale = spec.qk_head_dim**-0.5
+        pack = self._kernels.pack_linear
+        heads, query_width, latent_width = (
+            spec.num_heads,
+            spec.num_heads * spec.qk_head_dim,
+            spec.latent_width,
+        )
+        # q_proj, or q_a_proj if queries are low-rank, reads the same input as the latent.
+        rank = spec.q_lora_rank
+        names = ("q_proj" if rank is None else "q_a_proj", "kv_a_proj_with_mqa")
+        parts = (query_width if rank is None else rank, latent_width)
+        self._inputs = pack(loader.stacked(names, hidden_size, parts), name="mla.inputs", parts=parts)
         self._query_norm: RmsNorm | None = None
-        if spec.q_lora_rank is None:
-            self._query = loader.linear("q_proj", hidden_size, query_width)
-        else:
-            self._query_in = loader.linear("q_a_proj", hidden_size, spec.q_lora_rank)
-            self._query_norm = RmsNorm(loader, "q_a_layernorm", spec.q_lora_rank, spec.latent_norm_eps)
-            self._query = loader.linear("q_b_proj", spec.q_lora_rank, query_width)
-        self._latent = loader.linear("kv_a_proj_with_mqa", hidden_size, spec.latent_width)
-        self._latent_norm = RmsNorm(loader, "kv_a_layernorm", spec.kv_lora_rank, spec.latent_norm_eps)
+        if rank is not None:
+            self._query_norm = RmsNorm(loader, "q_a_layernorm", rank, spec.latent_norm_eps)
+            self._query = pack(loader.linear("q_b_proj", rank, query_width), name="mla.query")
+        self._latent_norm = loader.tensor_fp32("kv_a_layernorm.weight", spec.kv_lora_rank)
+        self._latent_norm_eps = spec.latent_norm_eps
         expand = loader.linear(
             "kv_b_proj", spec.kv_lora_rank, heads * (spec.qk_nope_head_dim + spec.v_head_dim)
         )
         per_head = expand.view(heads, spec.qk_nope_head_dim + spec.v_head_dim, spec.kv_lora_rank)
         key, value = per_head[:, : spec.qk_nope_head_dim], per_head[:, spec.qk_nope_head_dim :]
-        # fp32 [H, nope, latent] and [H, latent, v]: widened once instead of in every step.
-        self._absorb_key = key.float().contiguous()
-        self._absorb_value = value.float().transpose(1, 2).contiguous()
-        self._out = loader.linear("o_proj", heads * spec.v_head_dim, hidden_size)
+        self._absorb_key = self._kernels.pack_heads(key.transpose(1, 2))
+        self._absorb_value = self._kernels.pack_heads(value)
+        self._out = pack(loader.linear("o_proj", heads * spec.v_head_dim, hidden_size), name="mla.out")
 
-    def __call__(self, x: torch.Tensor, cache: CacheFields, index: AttentionIndex) -> torch.Tensor:
-        """x [N, D] after the input norm -> [N, D]; stores the rows' latents in their pages."""
-        ops, spec = self._kernels, self._spec
-        num_rows = x.shape[0]
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, cache: CacheFields, index: AttentionIndex
+    ) -> torch.Tensor:
+        """x [N, D] after the input norm -> residual + output [N, D]; stores the rows' latents in their pages.
+
+        `residual` may be overwritten.
+        """
+        ops = self._kernels
         pages = cache[self._layer, LATENT_FIELD]
-        compressed = ops.linear(x, self._latent)
-        latent, shared_key = compressed[:, : spec.kv_lora_rank], compressed[:, spec.kv_lora_rank :]
-        ops.store_rows(pages, torch.cat([self._latent_norm(latent), shared_key], dim=-1), index)
-
-        query_in = x if self._query_norm is None else self._query_norm(ops.linear(x, self._query_in))
-        query = ops.linear(query_in, self._query).view(num_rows, spec.num_heads, spec.qk_head_dim)
-        content, shared = query[..., : spec.qk_nope_head_dim], query[..., spec.qk_nope_head_dim :]
-        absorbed = torch.cat([ops.per_head_linear(content, self._absorb_key), shared.float()], dim=-1)
-        mixed = ops.latent_attention(
-            absorbed, pages, index, value_width=spec.kv_lora_rank, scale=spec.qk_head_dim**-0.5
-        )
-        values = ops.per_head_linear(mixed, self._absorb_value).to(x.dtype)
-        return ops.linear(values.reshape(num_rows, -1), self._out)
+        query, latent = ops.linear_parts(x, self._inputs)
+        ops.store_latents(latent, self._latent_norm, self._latent_norm_eps, pages, index)
+        if self._query_norm is not None:
+            query = ops.linear(self._query_norm(query), self._query)
+        values = ops.attend_latents(query, self._absorb_key, self._absorb_value, pages, index, self._scale)
+        return ops.linear(values, self._out, residual=residual)

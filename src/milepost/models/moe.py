@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from milepost.kernels.api import MoeParams
 from milepost.models.layers import DenseMlp, Loader
 from milepost.models.specs import MoeSpec
 
@@ -13,37 +14,32 @@ class MoeMlp:
 
     def __init__(self, loader: Loader, hidden_size: int, spec: MoeSpec) -> None:
         self._kernels = loader.kernels
-        self._spec = spec
         gate = loader.under("gate")
-        self._router = gate.tensor_fp32("weight", spec.num_experts, hidden_size)
-        self._bias = gate.tensor_fp32("e_score_correction_bias", spec.num_experts)
+        router = gate.tensor_fp32("weight", spec.num_experts, hidden_size)
+        self._router = self._kernels.pack_linear(router, name="moe.router")
         inner = spec.expert_intermediate_size
-        self._experts = []
+        experts = []
         for number in range(spec.num_experts):
             expert = loader.under(f"experts.{number}")
-            up_shapes = (hidden_size, inner)
-            weights = (
-                expert.linear("w1", *up_shapes),
-                expert.linear("w3", *up_shapes),
-                expert.linear("w2", inner, hidden_size),
-            )
-            self._experts.append(weights)
+            gate_weight = expert.linear("w1", hidden_size, inner)
+            up_weight = expert.linear("w3", hidden_size, inner)
+            experts.append((gate_weight, up_weight, expert.linear("w2", inner, hidden_size)))
+        self._params = MoeParams(
+            bias=gate.tensor_fp32("e_score_correction_bias", spec.num_experts),
+            experts_per_token=spec.experts_per_token,
+            renormalize=spec.renormalize,
+            scaling_factor=spec.routed_scaling_factor,
+            experts=self._kernels.pack_experts(experts),
+        )
         self._shared: DenseMlp | None = None
         if spec.num_shared_experts:
             self._shared = DenseMlp(
-                loader.under("shared_experts"), hidden_size, inner * spec.num_shared_experts
+                loader.under("shared_experts"), hidden_size, inner * spec.num_shared_experts, "moe.shared"
             )
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        ops, spec = self._kernels, self._spec
-        ids, weights = ops.route(
-            ops.linear(x.float(), self._router),
-            self._bias,
-            spec.experts_per_token,
-            renormalize=spec.renormalize,
-            scaling_factor=spec.routed_scaling_factor,
-        )
-        total = ops.routed_experts(x, ids, weights, self._experts)
-        if self._shared is not None:
-            total = total + self._shared(x).float()
-        return total.to(x.dtype)
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """x [N, D] -> residual + experts [N, D]; `residual` may be overwritten."""
+        ops = self._kernels
+        logits = ops.linear(x, self._router)
+        shared = None if self._shared is None else self._shared(x)
+        return ops.moe(x, logits, self._params, shared=shared, residual=residual)

@@ -1,0 +1,254 @@
+"""The operations models call, served by the native library. Semantics: `reference_layers`.
+
+Results live in buffers that are shared by all calls of one name and thread, and are valid until the
+next such call; `linear` and `moe` write into `residual`. The stream of hidden states therefore is the
+only tensor a step allocates.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from milepost.kernels.arguments import KdaInputs, KdaParams, MoeParams
+from milepost.kernels.index import AttentionIndex, RecurrentIndex, RowSpan
+from milepost.kernels.reference import ExpertWeights
+
+_MAX_CACHED_VIEWS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLinear:
+    """A packed weight and where its products go.
+
+    Attributes:
+        bounds: column ranges of the parts.
+    """
+
+    packed: Any
+    name: str
+    out_features: int
+    dtype: torch.dtype
+    bounds: tuple[tuple[int, int], ...] = ()
+
+
+class Workspace:
+    """Result buffers of one thread. Each grows to the largest number of rows asked for."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, int, torch.dtype], torch.Tensor] = {}
+        self._views: dict[tuple[str, int, int, torch.dtype], torch.Tensor] = {}
+        self._parts: dict[tuple[str, int, int, torch.dtype], tuple[torch.Tensor, ...]] = {}
+
+    def rows(self, name: str, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """[num_rows, width], contents undefined; a new tensor if the name is empty."""
+        if not name:
+            return torch.empty(num_rows, width, dtype=dtype)
+        key = (name, num_rows, width, dtype)
+        view = self._views.get(key)
+        if view is None:
+            view = self._views[key] = self._buffer(name, num_rows, width, dtype)[:num_rows]
+        return view
+
+    def parts(self, weight: NativeLinear, num_rows: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """The result buffer of a weight, and its parts."""
+        key = (weight.name, num_rows, weight.out_features, weight.dtype)
+        whole = self.rows(*key)
+        parts = self._parts.get(key)
+        if parts is None:
+            parts = self._parts[key] = tuple(whole[:, first:end] for first, end in weight.bounds)
+        return whole, parts
+
+    def _buffer(self, name: str, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        key = (name, width, dtype)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape[0] < num_rows:
+            buffer = self._buffers[key] = torch.empty(num_rows, width, dtype=dtype)
+            self._views.clear()
+            self._parts.clear()
+        if len(self._views) > _MAX_CACHED_VIEWS:
+            self._views.clear()
+            self._parts.clear()
+        return buffer
+
+
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        self.workspace = Workspace()
+        self.attention: tuple[AttentionIndex | None, Any] = (None, None)
+        self.recurrent: tuple[RecurrentIndex | None, Any] = (None, None)
+
+
+class NativeOperations:
+    """Operations over one loaded native library."""
+
+    def __init__(self, library: ModuleType) -> None:
+        self._library = library
+        self._local = _PerThread()
+
+    def pack_linear(self, weight: torch.Tensor, *, name: str = "", parts: Sequence[int] = ()) -> NativeLinear:
+        bounds = []
+        first = 0
+        for columns in parts:
+            bounds.append((first, first + columns))
+            first += columns
+        return NativeLinear(self._library.pack(weight), name, weight.shape[0], weight.dtype, tuple(bounds))
+
+    def pack_swiglu(self, gate_up: torch.Tensor, *, name: str = "") -> NativeLinear:
+        packed = self._library.pack(gate_up, paired=True)
+        return NativeLinear(packed, name, gate_up.shape[0] // 2, gate_up.dtype)
+
+    def pack_heads(self, weight: torch.Tensor) -> NativeLinear:
+        num_heads, out_features, _ = weight.shape
+        packed = self._library.pack(weight)
+        return NativeLinear(packed, "heads", num_heads * out_features, weight.dtype)
+
+    def pack_experts(self, experts: Sequence[ExpertWeights]) -> Any:
+        gate_up = [self._library.pack(torch.cat([gate, up]), paired=True) for gate, up, _ in experts]
+        return self._library.Experts(gate_up, [self._library.pack(down) for _, _, down in experts])
+
+    def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        result = torch.empty(token_ids.shape[0], table.shape[1], dtype=table.dtype)
+        self._library.embed(token_ids, table, result)
+        return result
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: NativeLinear,
+        *,
+        residual: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        result = residual
+        if result is None:
+            workspace = self._local.workspace
+            result = workspace.rows(weight.name, x.shape[0], weight.out_features, dtype or weight.dtype)
+        self._library.linear(x, weight.packed, result, residual)
+        return result
+
+    def linear_parts(self, x: torch.Tensor, weight: NativeLinear) -> tuple[torch.Tensor, ...]:
+        result, parts = self._local.workspace.parts(weight, x.shape[0])
+        self._library.linear(x, weight.packed, result)
+        return parts
+
+    def linear_swiglu(self, x: torch.Tensor, weight: NativeLinear) -> torch.Tensor:
+        return self.linear(x, weight)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        result = self._local.workspace.rows("rms_norm", x.shape[0], x.shape[1], x.dtype)
+        self._library.rms_norm(x, weight, eps, result)
+        return result
+
+    def store_latents(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, pages: torch.Tensor, index: AttentionIndex
+    ) -> None:
+        self._library.store_latents(x, weight, eps, pages, self._attention_plan(index))
+
+    def attend_latents(
+        self,
+        query: torch.Tensor,
+        absorb_key: NativeLinear,
+        absorb_value: NativeLinear,
+        pages: torch.Tensor,
+        index: AttentionIndex,
+        scale: float,
+    ) -> torch.Tensor:
+        result = self._local.workspace.rows(
+            "attend_latents", query.shape[0], absorb_value.out_features, query.dtype
+        )
+        plan = self._attention_plan(index)
+        self._library.attend_latents(
+            query, absorb_key.packed, absorb_value.packed, pages, plan, scale, result
+        )
+        return result
+
+    def kda_mixer(
+        self,
+        inputs: KdaInputs,
+        params: KdaParams,
+        tails: torch.Tensor,
+        states: torch.Tensor,
+        index: RecurrentIndex,
+    ) -> torch.Tensor:
+        raw, decay, beta, gate = inputs
+        width = params.num_heads * params.head_dim
+        result = self._local.workspace.rows("kda_mixer", raw.shape[0], width, raw.dtype)
+        self._library.kda_mixer(
+            raw,
+            decay,
+            beta,
+            gate,
+            params.conv_taps,
+            params.decay_log,
+            params.dt_bias,
+            params.norm_weight,
+            params.norm_eps,
+            params.lower_bound,
+            tails,
+            states,
+            self._recurrent_plan(index),
+            result,
+        )
+        return result
+
+    def moe(
+        self,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+        params: MoeParams,
+        *,
+        shared: torch.Tensor | None,
+        residual: torch.Tensor,
+    ) -> torch.Tensor:
+        self._library.moe(
+            x,
+            logits,
+            params.bias,
+            params.experts,
+            params.experts_per_token,
+            params.renormalize,
+            params.scaling_factor,
+            shared,
+            residual,
+            residual,
+        )
+        return residual
+
+    def _attention_plan(self, index: AttentionIndex) -> Any:
+        """The native form of an index; all layers of a step share one."""
+        known, plan = self._local.attention
+        if known is not index:
+            plan = self._library.AttentionPlan(
+                _spans(index.spans), list(index.page_tables), index.write_pages, index.write_offsets
+            )
+            self._local.attention = (index, plan)
+        return plan
+
+    def _recurrent_plan(self, index: RecurrentIndex) -> Any:
+        known, plan = self._local.recurrent
+        if known is not index:
+            slots = zip(index.initial_slots.tolist(), index.starts_at_zero.tolist(), strict=True)
+            written = index.write_slots.tolist()
+            num_sequences = len(index.spans)
+            exports = [
+                (export.sequence, export.offset, slot)
+                for export, slot in zip(index.exports, written[num_sequences:], strict=True)
+            ]
+            plan = self._library.RecurrentPlan(
+                _spans(index.spans),
+                [-1 if zero else slot for slot, zero in slots],
+                written[:num_sequences],
+                exports,
+            )
+            self._local.recurrent = (index, plan)
+        return plan
+
+
+def _spans(spans: Sequence[RowSpan]) -> list[tuple[int, int, int]]:
+    return [(span.first_row, span.end_row, span.position) for span in spans]

@@ -1,0 +1,67 @@
+"""Finds the native library and sets it up from the environment, once per process.
+
+MILEPOST_NATIVE=0 leaves it alone. MILEPOST_ISA=baseline|avx2|avx512 forces an instruction set.
+MILEPOST_THREADS=n lets it use n threads (default 1); results do not depend on it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from dataclasses import dataclass
+from types import ModuleType
+
+from milepost.errors import ConfigError
+
+DISTRIBUTION = "milepost-kernels"
+API_VERSION = 1
+"""Signatures this side calls; the library states the ones it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLibrary:
+    """Attributes:
+    module: the extension, or None.
+    reason: why it serves, or why it does not.
+    """
+
+    module: ModuleType | None
+    reason: str
+
+
+@functools.cache
+def native_library() -> NativeLibrary:
+    """
+    Raises:
+        ConfigError: MILEPOST_ISA or MILEPOST_THREADS cannot be obeyed.
+    """
+    if os.environ.get("MILEPOST_NATIVE", "") == "0":
+        return NativeLibrary(None, "MILEPOST_NATIVE=0")
+    try:
+        module = importlib.import_module("milepost_kernels")
+    except ImportError as error:
+        return NativeLibrary(None, f"{DISTRIBUTION} cannot be loaded ({error}); `make native` builds it")
+    version = getattr(module, "API_VERSION", None)
+    if version != API_VERSION:
+        return NativeLibrary(
+            None, f"{DISTRIBUTION} has interface {version}, not {API_VERSION}; `make native` rebuilds it"
+        )
+    _configure(module)
+    return NativeLibrary(
+        module, f"{DISTRIBUTION} {module.__version__}, {module.isa()}, numerics {module.numerics_id()}"
+    )
+
+
+def _configure(module: ModuleType) -> None:
+    isa = os.environ.get("MILEPOST_ISA", "")
+    if isa:
+        try:
+            module.set_isa(isa)
+        except ValueError as error:
+            raise ConfigError("MILEPOST_ISA", str(error)) from None
+    threads = os.environ.get("MILEPOST_THREADS", "")
+    if threads:
+        if not threads.isascii() or not threads.isdigit() or not 1 <= int(threads) <= 256:
+            raise ConfigError("MILEPOST_THREADS", f"must be a whole number from 1 to 256, not {threads!r}")
+        module.set_num_threads(int(threads))

@@ -1,0 +1,143 @@
+"""Grouped-query attention over paged keys and values, in plain torch.
+
+Per-head norms, rotary positions on a leading part of each head, an output gate. Positions are the
+absolute ones of the rows, so that a page holds the same keys whoever wrote it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from milepost.kernels.index import AttentionIndex
+from milepost.kernels.reference import MAX_SCORES, rms_norm, store_rows
+
+
+@dataclass(frozen=True, slots=True)
+class GqaParams:
+    """Sizes and small tensors of a grouped-query attention layer.
+
+    Attributes:
+        query_norm, key_norm: fp32 [head_dim], as multiplied.
+        inverse_frequencies: fp32 [rotary_dim / 2]; rotary_dim <= head_dim, the rest is not rotated.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    query_norm: torch.Tensor
+    key_norm: torch.Tensor
+    norm_eps: float
+    inverse_frequencies: torch.Tensor
+
+
+class GqaInputs(NamedTuple):
+    """Projections of the rows of a step, in the model dtype.
+
+    query_gate [N, heads * 2 * head_dim], per head query then gate (before the sigmoid); key and
+    value [N, kv heads * head_dim].
+    """
+
+    query_gate: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+def inverse_frequencies(rotary_dim: int, theta: float) -> torch.Tensor:
+    """fp32 [rotary_dim / 2]: theta^(-2i / rotary_dim)."""
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    return 1.0 / theta**exponents
+
+
+def row_positions(index: AttentionIndex) -> torch.Tensor:
+    """int64 [N], absolute position of every row of the step."""
+    return torch.cat([torch.arange(span.position, span.end_position) for span in index.spans])
+
+
+def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Rotates entry i of the first half of the rotary part with entry i of its second half.
+
+    Args:
+        x: fp32 [N, H, head_dim]; the first 2 * A entries of a head are the rotary part.
+        angles: fp32 [N, A].
+    """
+    half = angles.shape[1]
+    cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+def gqa_mixer(
+    inputs: GqaInputs,
+    params: GqaParams,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    index: AttentionIndex,
+) -> torch.Tensor:
+    """Norms, rotary positions, storing, attention and output gate of all sequences of a step.
+
+    Args:
+        key_pages, value_pages: [pages, match_unit, kv heads * head_dim] in the stored dtype; the rows
+            are stored first and then read back like every other.
+
+    Returns:
+        attention output * sigmoid(gate), [N, heads * head_dim] in the model dtype.
+    """
+    num_rows = inputs.key.shape[0]
+    query_gate = inputs.query_gate.reshape(num_rows, params.num_heads, 2, params.head_dim)
+    query, gate = query_gate[:, :, 0].float(), query_gate[:, :, 1]
+    key = inputs.key.reshape(num_rows, params.num_kv_heads, params.head_dim).float()
+    # fp32 angles, as the models were trained: whole positions times rounded frequencies.
+    angles = row_positions(index).float().unsqueeze(1) * params.inverse_frequencies
+    query = rotate(rms_norm(query, params.query_norm, params.norm_eps), angles)
+    key = rotate(rms_norm(key, params.key_norm, params.norm_eps), angles)
+    store_rows(key_pages, key.reshape(num_rows, -1), index)
+    store_rows(value_pages, inputs.value, index)
+    out = grouped_attention(query, key_pages, value_pages, index, scale=params.head_dim**-0.5)
+    return (out * torch.sigmoid(gate.float())).to(inputs.key.dtype).reshape(num_rows, -1)
+
+
+def grouped_attention(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    index: AttentionIndex,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention; only entries [0, position] of a sequence are ever read.
+
+    Args:
+        query: fp32 [N, H, head_dim], rotated.
+        key_pages, value_pages: [pages, match_unit, kv heads * head_dim]; rows of this step are in.
+
+    Returns:
+        fp32 [N, H, head_dim].
+    """
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads = key_pages.shape[-1] // head_dim
+    result = torch.empty_like(query)
+    for span, table in zip(index.spans, index.page_tables, strict=True):
+        keys, values = (
+            pages.index_select(0, table).view(-1, num_kv_heads, head_dim)[: span.end_position].float()
+            for pages in (key_pages, value_pages)
+        )
+        keys, values = keys.permute(1, 2, 0), values.transpose(0, 1)
+        block = max(1, MAX_SCORES // (num_heads * span.end_position))
+        for first in range(span.first_row, span.end_row, block):
+            end = min(first + block, span.end_row)
+            seen = span.position + end - span.first_row
+            # [kv heads, rows * heads per kv head, head_dim]
+            rows = query[first:end].view(end - first, num_kv_heads, -1, head_dim).transpose(0, 1)
+            rows = rows.reshape(num_kv_heads, -1, head_dim)
+            scores = torch.matmul(rows, keys[:, :, :seen]).mul_(scale)
+            if end - first > 1:
+                limits = torch.arange(seen - (end - first), seen).view(1, -1, 1, 1)
+                hidden = torch.arange(seen) > limits
+                scores.view(num_kv_heads, end - first, -1, seen).masked_fill_(hidden, float("-inf"))
+            mixed = torch.matmul(torch.softmax(scores, dim=-1), values[:, :seen])
+            mixed = mixed.view(num_kv_heads, end - first, -1, head_dim).transpose(0, 1)
+            result[first:end] = mixed.reshape(end - first, num_heads, head_dim)
+    return result

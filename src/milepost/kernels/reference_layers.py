@@ -1,0 +1,188 @@
+"""The operations models call, composed from `reference` and `reference_kda`.
+
+"Packing" keeps the tensors as they are. A result is always a new tensor here; other implementations
+may return memory that the next call with the same `name` overwrites, and may write into `residual`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from milepost.kernels import reference
+from milepost.kernels.arguments import KdaInputs, KdaParams, MoeParams
+from milepost.kernels.index import AttentionIndex, RecurrentIndex
+from milepost.kernels.reference import ExpertWeights
+from milepost.kernels.reference_kda import KdaRows, kda
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceLinear:
+    """Attributes:
+    weight: [out, in].
+    parts: columns of the parts into which the product is split; () = one.
+    """
+
+    weight: torch.Tensor
+    parts: tuple[int, ...] = ()
+
+
+def pack_linear(weight: torch.Tensor, *, name: str = "", parts: Sequence[int] = ()) -> ReferenceLinear:
+    """Prepares a weight [out, in] for `linear`, or for `linear_parts` if `parts` are given.
+
+    Args:
+        name: result buffers may be shared by all weights of one name; "" = always a new result.
+        parts: column counts, sum = out.
+    """
+    return ReferenceLinear(weight, tuple(parts))
+
+
+def pack_swiglu(gate_up: torch.Tensor, *, name: str = "") -> torch.Tensor:
+    """Prepares [2 * inner, in], gate over up, for `linear_swiglu`."""
+    return gate_up
+
+
+def pack_heads(weight: torch.Tensor) -> torch.Tensor:
+    """Prepares one weight per head, [heads, out, in], for `attend_latents`."""
+    # Widened once instead of in every step.
+    return weight.float().contiguous()
+
+
+def pack_experts(experts: Sequence[ExpertWeights]) -> tuple[ExpertWeights, ...]:
+    """Prepares (gate, up, down) of every expert for `moe`."""
+    return tuple(experts)
+
+
+def embedding(token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Rows of `table` [vocabulary, D] for int64 ids [N]; a new tensor."""
+    return F.embedding(token_ids, table)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: ReferenceLinear,
+    *,
+    residual: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """x [N, in] times the weight -> [N, out].
+
+    Args:
+        residual: [N, out], added to the rounded product; the sum is rounded again.
+        dtype: of the result; None = the weight's.
+    """
+    if x.dtype != weight.weight.dtype:
+        x = x.to(weight.weight.dtype)
+    result = reference.linear(x, weight.weight)
+    if residual is not None:
+        result = residual + result
+    return result if dtype is None else result.to(dtype)
+
+
+def linear_parts(x: torch.Tensor, weight: ReferenceLinear) -> tuple[torch.Tensor, ...]:
+    """`linear`, its columns split into the parts the weight was packed with (views)."""
+    return torch.split(linear(x, weight), list(weight.parts), dim=-1)
+
+
+def linear_swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of x [N, in] -> [N, inner]; both products are rounded to the dtype first."""
+    return reference.swiglu(reference.linear(x, weight))
+
+
+rms_norm = reference.rms_norm
+
+
+def store_latents(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, pages: torch.Tensor, index: AttentionIndex
+) -> None:
+    """Stores rows [N, latent + shared]: rms_norm of the first len(weight) values, the rest as it is."""
+    latent, shared = torch.split(x, [weight.shape[0], x.shape[1] - weight.shape[0]], dim=-1)
+    reference.store_rows(pages, torch.cat([rms_norm(latent, weight, eps), shared], dim=-1), index)
+
+
+def attend_latents(
+    query: torch.Tensor,
+    absorb_key: torch.Tensor,
+    absorb_value: torch.Tensor,
+    pages: torch.Tensor,
+    index: AttentionIndex,
+    scale: float,
+) -> torch.Tensor:
+    """Absorbed attention: query -> key expansion -> `latent_attention` -> value expansion.
+
+    Args:
+        query: [N, heads * (nope + shared)] in the model dtype.
+        absorb_key: packed [heads, latent, nope].
+        absorb_value: packed [heads, value, latent].
+
+    Returns:
+        [N, heads * value] in the model dtype.
+    """
+    num_heads, latent_width, nope = absorb_key.shape
+    per_head = query.view(query.shape[0], num_heads, -1)
+    content, shared = per_head[..., :nope], per_head[..., nope:]
+    absorbed = reference.per_head_linear(content, absorb_key.transpose(1, 2))
+    absorbed = torch.cat([absorbed, shared.float()], dim=-1)
+    mixed = reference.latent_attention(absorbed, pages, index, value_width=latent_width, scale=scale)
+    values = reference.per_head_linear(mixed, absorb_value.transpose(1, 2))
+    return values.to(query.dtype).reshape(query.shape[0], -1)
+
+
+def kda_mixer(
+    inputs: KdaInputs,
+    params: KdaParams,
+    tails: torch.Tensor,
+    states: torch.Tensor,
+    index: RecurrentIndex,
+) -> torch.Tensor:
+    """Convolution, SiLU, L2 norm, gates, recurrence and gated norm of all sequences of a step.
+
+    Args:
+        tails: [slots, taps - 1, channels] in the model dtype; states: fp32 [slots, heads, key, value].
+            Initial records of all sequences are read, then running and exported ones are written.
+
+    Returns:
+        [N, heads * value] in the model dtype.
+    """
+    shape = (inputs.raw.shape[0], params.num_heads, params.head_dim)
+    width = params.num_heads * params.head_dim
+    mixed = reference.short_conv(inputs.raw, params.conv_taps.t(), tails, index)
+    q, k, v = (mixed[:, part * width : (part + 1) * width].view(shape) for part in range(3))
+    g = reference.kda_gate(
+        inputs.decay.reshape(shape), params.decay_log, params.dt_bias.view(shape[1:]), params.lower_bound
+    )
+    beta = torch.sigmoid(inputs.beta.float())
+    q = reference.l2_norm(q) * params.head_dim**-0.5
+    out = kda(KdaRows(q, reference.l2_norm(k), v, g, beta), states, index)
+    normed = reference.gated_rms_norm(out, inputs.gate.reshape(shape), params.norm_weight, params.norm_eps)
+    return normed.reshape(shape[0], -1)
+
+
+def moe(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    params: MoeParams,
+    *,
+    shared: torch.Tensor | None,
+    residual: torch.Tensor,
+) -> torch.Tensor:
+    """residual + routed experts + shared, [N, D] in the model dtype.
+
+    Args:
+        logits: fp32 [N, experts] of the router.
+        shared: output of the shared experts, or None.
+    """
+    ids, weights = reference.route(
+        logits,
+        params.bias,
+        params.experts_per_token,
+        renormalize=params.renormalize,
+        scaling_factor=params.scaling_factor,
+    )
+    total = reference.routed_experts(x, ids, weights, params.experts)
+    if shared is not None:
+        total = total + shared.float()
+    return residual + total.to(x.dtype)

@@ -1,0 +1,32 @@
+"""Attention residuals over depth (Kimi K3): a layer reads a mix of what earlier blocks produced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def mix_sources(sources: Sequence[torch.Tensor], query: torch.Tensor, eps: float) -> torch.Tensor:
+    """Softmax-weighted sum of the sources, per row.
+
+    A source's logit is rms_norm(source) . query, without a scale; what is summed is the source itself.
+
+    Args:
+        sources: each [N, D] in the model dtype, oldest first; one source comes back as it is.
+        query: fp32 [D], norm weight times projection.
+
+    Returns:
+        [N, D] in the model dtype; fp32 inside.
+    """
+    if len(sources) == 1:
+        return sources[0]
+    logits = []
+    for source in sources:
+        wide = source.float()
+        logits.append(torch.mv(wide, query) * torch.rsqrt(wide.square().mean(-1) + eps))
+    weights = torch.softmax(torch.stack(logits), dim=0)
+    total = weights[0].unsqueeze(-1) * sources[0].float()
+    for weight, source in zip(weights[1:], sources[1:], strict=True):
+        total = total.addcmul_(weight.unsqueeze(-1), source.float())
+    return total.to(sources[0].dtype)
