@@ -10,9 +10,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import lcm
 from random import Random
 from types import TracebackType
 from typing import Any
+
+from tests.support.pairwise import pairwise
 
 from milepost.config import CacheConfig, SchedulerConfig
 from milepost.core.geometry import AttentionGroupSpec, CacheGeometry, RecurrentGroupSpec
@@ -23,8 +26,6 @@ from milepost.sim.model import FingerprintModel
 from milepost.sim.spec import Outcome, RequestSpec
 from milepost.sim.workload import greedy, random_tokens
 from milepost.sim.world import Checks, World
-
-from tests.support.pairwise import pairwise
 
 PAGE_BYTES = 4096
 """Every page record of a shape takes this much ..."""
@@ -73,6 +74,15 @@ class Shape:
     def floor(self, position: int) -> int:
         """The boundary at or below a position, tokens."""
         return position - position % self.unit
+
+    @property
+    def export_grid(self) -> int:
+        """Boundaries where the kernels can export inside a pass (any, if every wanted one ends a chunk)."""
+        return lcm(self.unit, self.grid or 1)
+
+    def optional_floor(self, position: int) -> int:
+        """Where a state wanted at `position` for an optional reason is at the latest; 0 = perhaps nowhere."""
+        return position - position % self.export_grid
 
     def bytes_of(self, *, num_units: int = 0, num_states: int = 0) -> int:
         """Bytes of so many match units and states over all groups."""

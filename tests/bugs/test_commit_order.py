@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from tests.bugs.scene import SHAPES, STATE_BYTES, Scene, Shape, outputs
 
 from milepost.core.geometry import RecurrentGroupSpec
 from milepost.core.plan import ZERO_STATE, ChunkPlan, StateExport, StepPlan
 from milepost.sim.fakes import FailAt, WorkerFaults
 from milepost.sim.spec import Outcome
 from milepost.sim.world import Checks
-
-from tests.bugs.scene import SHAPES, STATE_BYTES, Scene, Shape, outputs
 
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
