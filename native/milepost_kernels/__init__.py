@@ -23,8 +23,11 @@ from milepost_kernels._native import (
 )
 
 __version__ = "0.1.0"
+API_VERSION = 1
+"""Raised with every change of a signature; Milepost refuses another one."""
 
 __all__ = [
+    "API_VERSION",
     "AttentionPlan",
     "Experts",
     "PackedWeight",

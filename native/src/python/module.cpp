@@ -131,16 +131,17 @@ float widened(const char* p, Type type) {
 void attend_latents(handle query_object, const PackedWeight& absorb_key, const PackedWeight& absorb_value,
                     handle pages_object, const AttentionPlan& plan, float scale, handle out_object) {
   const Packed &key = absorb_key.view(), &value = absorb_value.view();
-  const Tensor query = Tensor::from(query_object, "query", 3, kFloats, 1);
+  const Tensor query = Tensor::from(query_object, "query", 2, kFloats, 1);
   const Tensor pages = Tensor::from(pages_object, "pages", 3, kFloats, 1);
-  const Tensor out = Tensor::from(out_object, "out", 3, kFloats, 1);
+  const Tensor out = Tensor::from(out_object, "out", 2, kFloats, 1);
   const int64_t rows = plan.rows(), heads = key.groups, width = pages.shape[2], latent = key.n;
   const int64_t shared = width - latent;
   if (value.groups != heads || value.k != latent || key.paired || value.paired)
     bad_value("absorb_value", "does not fit absorb_key");
   if (shared < 0) bad_value("pages", "entries are narrower than the latent");
-  query.check_shape({rows, heads, key.k + shared});
-  out.check_shape({rows, heads, value.n});
+  const int64_t query_width = key.k + shared;
+  query.check_shape({rows, heads * query_width});
+  out.check_shape({rows, heads * value.n});
   if (out.overlaps(query)) bad_value("out", "must not overlap query");
   AttentionArgs args = attention_args(pages, plan, heads, latent, scale);
   nb::gil_scoped_release release;
@@ -148,7 +149,7 @@ void attend_latents(handle query_object, const PackedWeight& absorb_key, const P
   float* mixed = absorbed + rows * heads * width;
   LinearArgs expand{};
   expand.x = query.rows();
-  expand.x_group = query.strides[1];
+  expand.x_group = query_width;
   expand.rows = rows;
   expand.weight = key;
   expand.y = Rows{absorbed, Type::f32, heads * width};
@@ -158,7 +159,7 @@ void attend_latents(handle query_object, const PackedWeight& absorb_key, const P
     for (int64_t head = 0; head < heads; head++)
       for (int64_t i = 0; i < shared; i++)
         absorbed[(row * heads + head) * width + latent + i] =
-            widened(query.rows().at(row, head * query.strides[1] + key.k + i), query.type());
+            widened(query.rows().at(row, head * query_width + key.k + i), query.type());
   args.query = absorbed;
   args.out = mixed;
   kernels().attend(args);
@@ -168,7 +169,7 @@ void attend_latents(handle query_object, const PackedWeight& absorb_key, const P
   contract.rows = rows;
   contract.weight = value;
   contract.y = out.rows();
-  contract.y_group = out.strides[1];
+  contract.y_group = value.n;
   kernels().linear(contract);
 }
 
