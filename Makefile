@@ -13,6 +13,8 @@ PORT ?= 8000
 MODEL ?=
 SERVE_ARGS ?=
 PYTEST_ARGS ?=
+# Test processes. Two are what the smallest machine has; each of them uses one thread.
+JOBS ?= 2
 
 # The first interpreter that runs, is recent enough and can make a virtual environment. A name on PATH
 # is not enough: a version manager leaves launchers there for interpreters that are not active.
@@ -55,16 +57,16 @@ serve: $(VENV)/.stamp-serve ## serve the embedded model (or MODEL=dir) on HOST:P
 
 .PHONY: test
 test: $(VENV)/.stamp-test ## the tests, offline, in under ten minutes
-	$(TEST_ENV) $(PY) -m pytest -m 'not slow and not service and not oracle' $(PYTEST_ARGS)
+	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist worksteal -m 'not slow and not service and not oracle' $(PYTEST_ARGS)
 
 .PHONY: test-full
 test-full: $(VENV)/.stamp-full ## what `make test` leaves out: long simulation, oracles, services
-	$(TEST_ENV) $(PY) -m pytest -m 'slow or service or oracle' $(PYTEST_ARGS)
+	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist worksteal -m 'slow or service or oracle' $(PYTEST_ARGS)
 
 # An environment without torch and numpy, not one that hides them.
 .PHONY: test-core
 test-core: .venv-core/.stamp ## core and simulator where torch and numpy are not installed
-	.venv-core/bin/python -m pytest -m 'not slow and not service and not oracle' tests/core tests/sim tests/test_torch_free.py $(PYTEST_ARGS)
+	.venv-core/bin/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow and not service and not oracle' tests/core tests/sim tests/test_torch_free.py $(PYTEST_ARGS)
 
 .venv-core/.stamp: pyproject.toml constraints.txt
 	@echo '== .venv-core: base dependencies only =='
