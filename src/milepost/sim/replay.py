@@ -12,22 +12,27 @@ from dataclasses import dataclass, field
 
 from milepost.config import DEFAULT_DECODE_INTERVAL, CacheConfig, SchedulerConfig
 from milepost.core.geometry import CacheGeometry
-from milepost.core.plan import ChunkResult, SampledToken, SamplingParams, StepPlan, StepResult
+from milepost.core.plan import ChunkPlan, ChunkResult, SampledToken, SamplingParams, StepPlan, StepResult
 from milepost.core.request import Request, RequestUpdate
 from milepost.core.scheduler import Scheduler
 from milepost.core.units import ceil_to
 from milepost.sim.cost import CostModel
 from milepost.sim.policies.retention import use_lru_retention
-from milepost.sim.trace import TraceRow
+from milepost.sim.trace import TRACE_BLOCK_TOKENS, TraceRow
 
 OUTPUT_TOKEN = (1 << 32) - 1
-"""What every request of a replay generates: no prompt contains it, so answers share nothing."""
+"""What a request generates whose answer is not known: no prompt contains it."""
 
 
 class AccountingWorker:
-    """Acknowledges every plan and samples one fixed token. Implements `core.ports.Worker`."""
+    """Acknowledges every plan and samples the recorded answers. Implements `core.ports.Worker`.
 
-    def __init__(self) -> None:
+    Args:
+        outputs: request id -> its answer; beyond its end, or without one, OUTPUT_TOKEN is sampled.
+    """
+
+    def __init__(self, outputs: Callable[[int], Sequence[int]]) -> None:
+        self._outputs = outputs
         self.num_computed_tokens = 0
         self.num_chunks = 0
         self.num_exports = 0
@@ -38,12 +43,17 @@ class AccountingWorker:
         for chunk in plan.chunks:
             self.num_computed_tokens += chunk.end - chunk.start
             self.num_exports += len(chunk.exports)
-            sampled = [SampledToken(OUTPUT_TOKEN)] if chunk.num_samples else []
+            sampled = [self._sample(chunk)] if chunk.num_samples else []
             results.append(
                 ChunkResult(chunk.request_id, chunk.end, [e.position for e in chunk.exports], sampled)
             )
         self.num_chunks += len(plan.chunks)
         return StepResult(plan.step_id, results)
+
+    def _sample(self, chunk: ChunkPlan) -> SampledToken:
+        outputs = self._outputs(chunk.request_id)
+        position = chunk.output_position
+        return SampledToken(outputs[position] if position < len(outputs) else OUTPUT_TOKEN)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -113,21 +123,37 @@ class ReplayRequest:
     """A request to replay; `tokens` makes its prompt when it is needed.
 
     Attributes:
+        outputs: the recorded answer; empty if a trace does not know it.
+        block_ids, block_tokens: ids of the prompt's blocks, if a trace states them.
         wanted: (position, reason) as a caller would send them; a trace knows none.
+        abort_after_steps: the client leaves after so many steps; None = it stays.
     """
 
     timestamp: float
     num_prompt_tokens: int
     num_output_tokens: int
     tokens: Callable[[], array[int]]
+    outputs: Sequence[int] = ()
+    block_ids: tuple[int, ...] = ()
+    block_tokens: int = 0
     wanted: tuple[tuple[int, str], ...] = ()
     conversation: str | None = None
+    abort_after_steps: int | None = None
+    label: str = ""
 
 
 def from_trace(rows: Iterable[TraceRow]) -> list[ReplayRequest]:
     """Requests of a trace."""
     return [
-        ReplayRequest(row.timestamp, row.num_input_tokens, row.num_output_tokens, row.tokens) for row in rows
+        ReplayRequest(
+            row.timestamp,
+            row.num_input_tokens,
+            row.num_output_tokens,
+            row.tokens,
+            block_ids=row.block_ids,
+            block_tokens=TRACE_BLOCK_TOKENS,
+        )
+        for row in rows
     ]
 
 
@@ -155,10 +181,10 @@ class _Replay:
         self.scheduler = Scheduler(geometry, cache, config)
         if options.lru_retention:
             use_lru_retention(self.scheduler.cache)
-        self.worker = AccountingWorker()
+        self.worker = AccountingWorker(lambda number: requests[number].outputs)
         self.now = 0.0
         self.result = ReplayResult("milepost-lru" if options.lru_retention else "milepost", cache_bytes)
-        self._unfinished = 0
+        self._steps_left: dict[int, int] = {}
 
     def send(self, number: int) -> None:
         """Request `number` arrives."""
@@ -182,6 +208,8 @@ class _Replay:
                 conversation=entry.conversation,
             )
         )
+        if entry.abort_after_steps is not None:
+            self._steps_left[number] = entry.abort_after_steps
 
     def step(self) -> None:
         """One step of the engine."""
@@ -191,6 +219,11 @@ class _Replay:
             self.now += self.options.cost.step_seconds(plan)
         for update in self.scheduler.commit(result):
             self._note(update)
+        for number in list(self._steps_left):
+            self._steps_left[number] -= 1
+            if self._steps_left[number] <= 0:
+                del self._steps_left[number]
+                self.scheduler.abort(number)
 
     def _note(self, update: RequestUpdate) -> None:
         result, number = self.result, update.request_id

@@ -1,0 +1,119 @@
+"""Turns replays into a table, JSON and a plot. Pure functions over results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from milepost.sim.replay import ReplayResult
+
+GIB = 1 << 30
+COLUMNS = (
+    "policy",
+    "budget GiB",
+    "reused %",
+    "second half %",
+    "computed tokens",
+    "passes",
+    "TTFT p50 s",
+    "TTFT p95 s",
+    "states",
+    "evictions",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was replayed, and what came of it.
+
+    Attributes:
+        title: trace or workload, geometry, match unit.
+        notes: what a reader must know to use the numbers.
+    """
+
+    title: str
+    notes: tuple[str, ...]
+    results: tuple[ReplayResult, ...]
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of all values do not exceed; 0.0 for no values."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, round(share * len(ordered) + 0.5) - 1))]
+
+
+def rows(report: Report) -> list[list[str]]:
+    """Cells of the table, one row per result, in the order of `COLUMNS`."""
+    return [
+        [
+            result.policy,
+            f"{result.cache_bytes / GIB:g}",
+            f"{100 * result.hit_rate():.1f}",
+            f"{100 * result.second_half_hit_rate:.1f}",
+            str(result.num_computed_tokens),
+            str(result.num_passes) if result.num_passes else "-",
+            _seconds(result, 0.5),
+            _seconds(result, 0.95),
+            str(result.num_checkpoints) if result.num_passes else "-",
+            str(sum(result.evictions.values())) if result.num_passes else "-",
+        ]
+        for result in report.results
+    ]
+
+
+def _seconds(result: ReplayResult, share: float) -> str:
+    times = result.seconds_to_first_token
+    return f"{quantile(times, share):.3f}" if any(times) else "-"
+
+
+def table(report: Report) -> str:
+    """The table as plain text."""
+    cells = [list(COLUMNS), *rows(report)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(COLUMNS))]
+    lines = [report.title, ""]
+    for number, row in enumerate(cells):
+        padded = [
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(padded).rstrip())
+        if number == 0:
+            lines.append("  ".join("-" * width for width in widths))
+    lines += ["", *(f"note: {note}" for note in report.notes)]
+    return "\n".join(lines) + "\n"
+
+
+def as_json(report: Report, *, per_request: bool = False) -> str:
+    """The report as JSON; `per_request` adds the list of reused tokens of every result."""
+    entries: list[dict[str, Any]] = []
+    for result in report.results:
+        entry: dict[str, Any] = {
+            "policy": result.policy,
+            "cache_bytes": result.cache_bytes,
+            "num_requests": len(result.num_prompt_tokens),
+            "num_prompt_tokens": sum(result.num_prompt_tokens),
+            "num_cached_tokens": sum(result.num_cached_tokens),
+            "hit_rate": result.hit_rate(),
+            "second_half_hit_rate": result.second_half_hit_rate,
+            "num_computed_tokens": result.num_computed_tokens,
+            "num_passes": result.num_passes,
+            "num_preemptions": result.num_preemptions,
+            "num_refused": result.num_refused,
+            "peak_committed_bytes": result.peak_committed_bytes,
+            "num_checkpoints": result.num_checkpoints,
+            "seconds_to_first_token": {
+                "p50": quantile(result.seconds_to_first_token, 0.5),
+                "p95": quantile(result.seconds_to_first_token, 0.95),
+            },
+            "evictions": {f"{move}/{reason}": n for (move, reason), n in sorted(result.evictions.items())},
+            "states_by_reason": dict(sorted(result.states_by_reason.items())),
+        }
+        if per_request:
+            entry["num_cached_tokens_per_request"] = result.num_cached_tokens
+        entries.append(entry)
+    document = {"title": report.title, "notes": list(report.notes), "results": entries}
+    return json.dumps(document, indent=2) + "\n"
