@@ -62,15 +62,26 @@ class Driver:
         self.match_unit = match_unit
         self._next_step = 0
         self._next_request = 0
+        self._shuffle_seed = shuffle_seed
         self._free_pages: list[int] = []
+        self._free_all_pages()
+
+    def _free_all_pages(self) -> None:
         if self.geometry.num_attention_groups:
             self._free_pages = list(range(self.worker.pools.attention_pool(0).num_records))
-            random.Random(shuffle_seed).shuffle(self._free_pages)
+            random.Random(self._shuffle_seed + self._next_step).shuffle(self._free_pages)
 
     def poison(self) -> None:
         """Fills every record of every pool with NaN."""
         for view in self.worker.pools.fields.values():
             view.fill_(float("nan"))
+
+    def recycle(self) -> None:
+        """Ends all requests; all pages are free again, and every record is NaN."""
+        ended = list(range(1, self._next_request + 1))
+        self.worker.execute(StepPlan(self._next_step, [], finished=ended))
+        self._free_all_pages()
+        self.poison()
 
     def sequence(
         self,

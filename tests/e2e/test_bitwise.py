@@ -1,0 +1,200 @@
+"""Promise P2 on the embedded model with the native kernels: a hit gives the bits of a cold run.
+
+A case prefills a prompt in chunks of one size, beside other requests, exports a state inside a chunk,
+moves it, starts a second request from it and computes the rest in chunks of another size. Every row of
+logits must equal, bit for bit, the row of one cold pass over the whole prompt in the widest instruction
+set with one thread.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.driver import Driver, TrackedRequest, random_tokens
+from tests.support.pairwise import pairwise, random_rows, row_id
+
+from milepost.kernels.native_library import native_library
+from milepost.models import load_model
+from milepost.models.loading import LoadedModel
+
+library = native_library().module
+if library is None:
+    pytest.skip(f"no native kernels: {native_library().reason}", allow_module_level=True)
+
+EMBEDDED = Path(str(resources.files("milepost"))) / "assets" / "milepost-tiny"
+UNIT = 16
+NUM_TOKENS = 290
+"""Longer than one attention tile of 256 keys and than four recurrence blocks of 64 tokens."""
+NUM_SLOTS = 24
+FUSED = [isa for isa in library.available_isas() if isa != "baseline"]
+FACTORS: dict[str, list[Any]] = {
+    "dtype": ["float32", "bfloat16"],
+    "isa": library.available_isas(),
+    "threads": [1, 2],
+    "hit": [16, 48, 112, 128, 240, 256, 272, 288],
+    "first_chunk": [7, 64, 200, 512],
+    "rest_chunk": [1, 3, 16, 33, 100, 512],
+    "neighbours": ["none", "decodes", "prefills", "both"],
+    "state": ["in_place", "copied", "restored"],
+}
+CASES = pairwise(FACTORS)
+
+
+@pytest.fixture(scope="module")
+def drivers() -> Iterator[dict[str, Driver]]:
+    made = {}
+    for dtype in FACTORS["dtype"]:
+        made[dtype] = Driver(load_model(EMBEDDED, dtype=dtype), match_unit=UNIT, cache_bytes=24 << 20)
+        made[dtype].poison()
+    yield made
+    for driver in made.values():
+        driver.worker.close()
+
+
+@pytest.fixture(autouse=True)
+def settings() -> Iterator[None]:
+    isa, threads = library.isa(), library.num_threads()
+    yield
+    library.set_isa(isa)
+    library.set_num_threads(threads)
+
+
+class Neighbours:
+    """Other requests in the same steps: some decode, some prefill odd numbers of tokens."""
+
+    def __init__(self, driver: Driver, kind: str, seed: int) -> None:
+        vocab = driver.model.vocab_size
+        self._rng = random.Random(seed)
+        self._decodes, self._prefills = [], []
+        if kind in ("decodes", "both"):
+            self._decodes = [driver.sequence(random_tokens(900, vocab, seed + i), 10 + i) for i in range(5)]
+        if kind in ("prefills", "both"):
+            self._prefills = [driver.sequence(random_tokens(900, vocab, seed - i), 16 + i) for i in range(2)]
+
+    def parts(self) -> tuple[list[tuple[TrackedRequest, int]], list[tuple[TrackedRequest, int]]]:
+        """What runs before and behind the request under test in one step."""
+        decodes = [(request, 1) for request in self._decodes if request.num_processed < 900]
+        prefills = [
+            (request, min(count, 900 - request.num_processed))
+            for request in self._prefills
+            for count in (self._rng.choice((2, 13, 19)),)
+            if request.num_processed < 900
+        ]
+        return decodes, prefills
+
+
+def run_chunks(
+    driver: Driver,
+    request: TrackedRequest,
+    chunk: int,
+    neighbours: Neighbours,
+    exports: list[tuple[int, int]],
+) -> torch.Tensor:
+    """Processes the rest of a request; its logits, [tokens, vocabulary]."""
+    rows = []
+    while request.num_processed < len(request.tokens):
+        start = request.num_processed
+        count = min(chunk, len(request.tokens) - start)
+        before, behind = neighbours.parts()
+        wanted = [(p, slot) for p, slot in exports if start < p <= start + count]
+        plan = driver.plan(
+            *before, (request, count), *behind, exports={request.request_id: wanted}, sample=False
+        )
+        first = sum(n for _, n in before)
+        rows.append(driver.logits(plan)[first : first + count])
+    return torch.cat(rows)
+
+
+_cold: dict[tuple[str, str, int], torch.Tensor] = {}
+
+
+def cold_logits(driver: Driver, numerics: str, seed: int) -> torch.Tensor:
+    """All rows of one pass over the prompt."""
+    key = (driver.model.dtype, numerics, seed)
+    if key not in _cold:
+        library.set_num_threads(1)
+        request = driver.sequence(random_tokens(NUM_TOKENS, driver.model.vocab_size, seed), 0)
+        _cold[key] = driver.logits(driver.plan((request, NUM_TOKENS), sample=False))
+        driver.recycle()
+    return _cold[key]
+
+
+def check(driver: Driver, case: dict[str, Any], seed: int) -> None:
+    fused = case["isa"] != "baseline"
+    library.set_isa(FUSED[-1] if fused else "baseline")
+    expected = cold_logits(driver, "fused" if fused else "unfused", seed)
+    library.set_isa(case["isa"])
+    library.set_num_threads(case["threads"])
+    tokens = random_tokens(NUM_TOKENS, driver.model.vocab_size, seed)
+    hit = case["hit"]
+
+    first = driver.sequence(tokens, 0)
+    exports = [(p, slot) for slot, p in enumerate(sorted({5, 64, hit - 1, hit, hit + 2} - {0}), start=1)]
+    exports = [(p, slot) for p, slot in exports if p <= NUM_TOKENS]
+    checkpoint = next(slot for p, slot in exports if p == hit)
+    logits = run_chunks(
+        driver, first, case["first_chunk"], Neighbours(driver, case["neighbours"], 50), exports
+    )
+    assert torch.equal(logits, expected)
+
+    start_slot, running_slot = checkpoint, 7
+    pool = driver.worker.pools.recurrent_pool(0)
+    if case["state"] == "in_place":
+        running_slot = checkpoint
+    elif case["state"] == "copied":
+        start_slot = running_slot = 8
+        pool.copy([checkpoint], [8])
+    else:
+        records = pool._bytes.view(pool.num_records, pool.record_bytes)
+        stored = records[checkpoint].numpy().tobytes()
+        records[checkpoint].fill_(255)
+        records[9] = torch.frombuffer(bytearray(stored), dtype=torch.uint8)
+        start_slot = 9
+    second = driver.sequence(
+        tokens, running_slot, start_slot=start_slot, pages=first.pages[: hit // UNIT], num_processed=hit
+    )
+    rest = run_chunks(driver, second, case["rest_chunk"], Neighbours(driver, case["neighbours"], 70), [])
+    assert torch.equal(rest, expected[hit:])
+    driver.recycle()
+
+
+@pytest.mark.parametrize("case", CASES, ids=row_id)
+def test_a_hit_gives_the_bits_of_a_cold_run(drivers: dict[str, Driver], case: dict[str, Any]) -> None:
+    check(drivers[case["dtype"]], case, seed=1)
+
+
+def test_the_covering_array_is_small_and_spans_every_value() -> None:
+    assert len(CASES) <= 400
+    for name, values in FACTORS.items():
+        assert {case[name] for case in CASES} == set(values)
+
+
+@pytest.mark.slow
+def test_a_random_remainder(drivers: dict[str, Driver]) -> None:
+    seed = secrets.randbelow(1 << 30)
+    print(f"seed {seed}")
+    for number, case in enumerate(random_rows(FACTORS, random.Random(seed), 60)):
+        try:
+            check(drivers[case["dtype"]], case, seed=2 + number % 3)
+        except AssertionError:
+            raise AssertionError(f"seed {seed}, case {row_id(case)}") from None
+
+
+def test_the_comparison_would_see_a_difference(drivers: dict[str, Driver]) -> None:
+    """The plain-torch reference, cut the same way, does not give the same bits: the test can fail."""
+    from milepost.kernels.api import select_kernels
+
+    model: LoadedModel = load_model(EMBEDDED, dtype="bfloat16", kernels=select_kernels("reference"))
+    driver = Driver(model, match_unit=UNIT, cache_bytes=24 << 20)
+    tokens = random_tokens(NUM_TOKENS, model.vocab_size, 1)
+    whole = driver.logits(driver.plan((driver.sequence(tokens, 0), NUM_TOKENS), sample=False))
+    cut = run_chunks(driver, driver.sequence(tokens, 0), 33, Neighbours(driver, "none", 0), [])
+    assert not torch.equal(whole, cut)
+    assert float((whole - cut).abs().max()) < 1.0
