@@ -8,16 +8,19 @@ synthetic, and a replay must say so.
 
 from __future__ import annotations
 
+import gzip
 import json
+import lzma
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from milepost.errors import ConfigError
 
 TRACE_BLOCK_TOKENS = 512
+_OPENERS: dict[str, Callable[..., TextIO]] = {".gz": gzip.open, ".xz": lzma.open}  # type: ignore[dict-item]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +50,25 @@ class TraceRow:
 
 
 def read_trace(path: str | Path, limit: int | None = None) -> Iterator[TraceRow]:
-    """Rows of a trace file in file order.
+    """Rows of a trace file in file order; `.gz` and `.xz` are unpacked on the way.
 
     Raises:
         ConfigError: the file is missing, or a line is not what the format says; names the line.
     """
+    opener = _OPENERS.get(Path(path).suffix, open)
     try:
-        file = open(path, encoding="utf-8")
+        with opener(path, "rt", encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if limit is not None and number > limit:
+                    return
+                if line.strip():
+                    yield _row(line, f"{path}:{number}")
+    except UnicodeDecodeError as error:
+        raise ConfigError("trace", f"{path} is not text: {error.reason}") from None
+    except (EOFError, lzma.LZMAError) as error:
+        raise ConfigError("trace", f"{path} is damaged: {error}") from None
     except OSError as error:
-        raise ConfigError("trace", f"cannot read {path}: {error.strerror}") from None
-    with file:
-        for number, line in enumerate(file, start=1):
-            if limit is not None and number > limit:
-                return
-            if line.strip():
-                yield _row(line, f"{path}:{number}")
+        raise ConfigError("trace", f"cannot read {path}: {error.strerror or error}") from None
 
 
 def _row(line: str, where: str) -> TraceRow:
