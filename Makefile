@@ -51,16 +51,39 @@ $(VENV)/.stamp-%: pyproject.toml constraints.txt $(VENV)/.stamp-torch
 	@$(PIP) install -c constraints.txt -e '.[$(EXTRAS_$*)]'
 	@touch $@
 
+# Native kernels: built where there is a C++ compiler, else the plain-torch kernels serve. NATIVE=0 leaves
+# them out. A failed build is reported and stops nothing; `make native` is the strict form.
+NATIVE ?= 1
+NATIVE_SOURCES := $(shell find native -type f -not -path '*/build/*' -not -name '*.pyc')
+
+.PHONY: native
+native: $(VENV)/.stamp-native ## build the native CPU kernels (needs a C++ compiler)
+	@:
+
+$(VENV)/.stamp-native: $(NATIVE_SOURCES) | $(VENV)/.stamp-torch
+	@echo '== native kernels =='
+	@$(PIP) install --no-deps --force-reinstall ./native
+	@touch $@
+
+.PHONY: native-if-possible
+native-if-possible: $(VENV)/.stamp-torch
+	@if [ '$(NATIVE)' = 0 ]; then :; \
+	elif ! command -v "$${CXX:-c++}" >/dev/null; then \
+		echo '== no C++ compiler: the slower plain-torch kernels will be used =='; \
+	else \
+		$(MAKE) --no-print-directory native || echo '== native kernels failed to build (above): plain torch will be used ==' >&2; \
+	fi
+
 .PHONY: serve
-serve: $(VENV)/.stamp-serve ## serve the embedded model (or MODEL=dir) on HOST:PORT, 127.0.0.1:8000
+serve: $(VENV)/.stamp-serve native-if-possible ## serve the embedded model (or MODEL=dir) on HOST:PORT, 127.0.0.1:8000
 	$(VENV)/bin/milepost serve $(MODEL) --host $(HOST) --port $(PORT) $(SERVE_ARGS)
 
 .PHONY: test
-test: $(VENV)/.stamp-test ## the tests, offline, in under ten minutes
+test: $(VENV)/.stamp-test native-if-possible ## the tests, offline, in under ten minutes
 	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist worksteal -m 'not slow and not service and not oracle' $(PYTEST_ARGS)
 
 .PHONY: test-full
-test-full: $(VENV)/.stamp-full ## what `make test` leaves out: long simulation, oracles, services
+test-full: $(VENV)/.stamp-full native-if-possible ## what `make test` leaves out: long simulation, oracles, services
 	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist worksteal -m 'slow or service or oracle' $(PYTEST_ARGS)
 
 # An environment without torch and numpy, not one that hides them.
@@ -86,12 +109,16 @@ format: $(VENV)/.stamp-lint ## rewrite the sources in the project's format
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+.PHONY: docs
+docs: $(VENV)/.stamp-serve ## write the pages that are made from the code
+	$(PY) tools/cli_reference.py
+
 .PHONY: bench
-bench: $(VENV)/.stamp-bench ## scheduler cost and the ten-turn chat, with numbers of this machine
+bench: $(VENV)/.stamp-bench native-if-possible ## scheduler cost and the ten-turn chat, with numbers of this machine
 	$(PY) bench/core.py
 	$(PY) bench/multiturn.py
 
 .PHONY: clean
 clean: ## remove environments and caches
-	rm -rf $(VENV) .venv-core build dist src/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-core build dist native/build src/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

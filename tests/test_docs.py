@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +20,9 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 CODE_SPAN = re.compile(r"`([^`\n]+)`")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 REFERENCE = re.compile(r"^([\w/.-]+\.py)::([\w.]+)$")
-REPOSITORY_PATH = re.compile(r"^(?:\.ci|bench|docs|src|tests|training)/[\w./-]*$|^[\w-]+\.(?:md|toml|txt)$")
+REPOSITORY_PATH = re.compile(
+    r"^(?:\.ci|bench|docs|native|src|tests|tools|training)/[\w./-]*$|^[\w-]+\.(?:md|toml|txt)$"
+)
 # Written when the command runs, not part of the repository.
 GENERATED = ("bench/results",)
 
@@ -119,3 +123,20 @@ def test_every_reason_is_in_the_glossary() -> None:
     text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
     codes = [*reasons.CHECKPOINT_REASONS, reasons.HIT, *reasons.MISS_REASONS]
     assert [code for code in codes if f"| `{code}` |" not in text] == []
+
+
+def test_command_reference_is_up_to_date() -> None:
+    """Every command and option, with its help: `make docs` writes the page."""
+    command = [sys.executable, str(ROOT / "tools" / "cli_reference.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, f"docs/cli.md is out of date, run `make docs`\n{done.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_quoted_commands_and_options_exist(page: Path) -> None:
+    reference = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
+    commands = {found.group() for span in code_spans(text) if (found := re.match(r"milepost [a-z]+", span))}
+    assert [command for command in sorted(commands) if f"## {command}\n" not in reference] == []
+    options = {span for span in code_spans(text) if re.fullmatch(r"--[a-z-]+", span)}
+    assert [option for option in sorted(options) if f"`{option}`" not in reference] == []
