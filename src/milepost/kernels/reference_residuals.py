@@ -24,7 +24,7 @@ def mix_sources(sources: Sequence[torch.Tensor], query: torch.Tensor, eps: float
     logits = []
     for source in sources:
         wide = source.float()
-        logits.append(torch.mv(wide, query) * torch.rsqrt(wide.square().mean(-1) + eps))
+        logits.append((wide * query).sum(-1) * torch.rsqrt(wide.square().mean(-1) + eps))
     weights = torch.softmax(torch.stack(logits), dim=0)
     total = weights[0].unsqueeze(-1) * sources[0].float()
     for weight, source in zip(weights[1:], sources[1:], strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +88,14 @@ class ConfigReader:
             raise ConfigError(self.field(key), f"must be a string, not {value!r}")
         return value
 
-    def section(self, key: str) -> ConfigReader:
+    def section(self, key: str, *, inherited: Sequence[str] = ()) -> ConfigReader:
+        """The object under `key`; `inherited` keys that it lacks are read from here."""
         value = self._get(key, _REQUIRED)
         if not isinstance(value, dict):
             raise ConfigError(self.field(key), f"must be an object, not {value!r}")
-        return ConfigReader(value, f"{self._section}{key}.")
+        values = {name: self._values[name] for name in inherited if self.has(name)}
+        values.update({name: entry for name, entry in value.items() if entry is not None})
+        return ConfigReader(values, f"{self._section}{key}.")
 
     def values(self, key: str) -> list[Any]:
         value = self._get(key, _REQUIRED)

@@ -8,6 +8,7 @@ from pathlib import Path
 from milepost.errors import CheckpointFileError, ConfigError
 from milepost.models.config_reader import read_json_object
 from milepost.models.layout import CacheLayout, cache_layout
+from milepost.models.parameters import count_parameters
 from milepost.models.registry import parse_config
 from milepost.models.specs import COMPUTE_DTYPES, DecoderSpec
 
@@ -89,51 +90,4 @@ def describe_spec(spec: DecoderSpec, dtype: str) -> ModelDescription:
         bytes_per_token=geometry.bytes_per_token,
         state_bytes=geometry.state_bytes,
         layout=layout,
-    )
-
-
-def count_parameters(spec: DecoderSpec) -> int:
-    """Weights of the whole decoder, embeddings included."""
-    embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2)
-    total = embeddings + spec.hidden_size
-    for layer in spec.layers:
-        total += 2 * spec.hidden_size
-        total += _kda_parameters(spec) if layer.mixer == "kda" else _mla_parameters(spec)
-        total += (
-            _moe_parameters(spec) if layer.mlp == "moe" else 3 * spec.hidden_size * spec.intermediate_size
-        )
-    return total
-
-
-def _kda_parameters(spec: DecoderSpec) -> int:
-    kda = spec.kda
-    if kda is None:
-        return 0
-    projections = 4 * spec.hidden_size * kda.width + 3 * kda.width * kda.conv_kernel
-    low_rank = 2 * kda.head_dim * (spec.hidden_size + kda.width)
-    small = spec.hidden_size * kda.num_heads + kda.num_heads + kda.width + kda.head_dim
-    return projections + low_rank + small
-
-
-def _mla_parameters(spec: DecoderSpec) -> int:
-    mla = spec.mla
-    if mla is None:
-        return 0
-    query_out = mla.num_heads * mla.qk_head_dim
-    if mla.q_lora_rank is None:
-        query = spec.hidden_size * query_out
-    else:
-        query = mla.q_lora_rank * (spec.hidden_size + 1 + query_out)
-    latent = spec.hidden_size * mla.latent_width + mla.kv_lora_rank
-    expand = mla.kv_lora_rank * mla.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-    return query + latent + expand + mla.num_heads * mla.v_head_dim * spec.hidden_size
-
-
-def _moe_parameters(spec: DecoderSpec) -> int:
-    moe = spec.moe
-    if moe is None:
-        return 0
-    num_mlps = moe.num_experts + moe.num_shared_experts
-    return 3 * spec.hidden_size * moe.expert_intermediate_size * num_mlps + moe.num_experts * (
-        spec.hidden_size + 1
     )

@@ -2,72 +2,137 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from milepost.kernels.api import Kernels
+from milepost.kernels.reference_residuals import mix_sources
+from milepost.models.gdn import GdnLayer
+from milepost.models.gqa import GqaLayer
 from milepost.models.inputs import CacheFields, StepInputs
 from milepost.models.kda import KdaLayer
 from milepost.models.layers import DenseMlp, Loader, RmsNorm
 from milepost.models.mla import MlaLayer
-from milepost.models.moe import MoeMlp
+from milepost.models.moe import MoeMlp, RoutedMlp, moe_mlp
 from milepost.models.specs import DecoderSpec, LayerSpec
 from milepost.models.weights import WeightReader
 
-PREFIXES = ("model.", "language_model.model.")
-"""Where published checkpoints keep the decoder; the head is beside the first, or under language_model."""
+PREFIXES = {"model.": "", "language_model.model.": "language_model.", "model.language_model.": ""}
+"""Where published checkpoints keep the decoder -> where they keep its head."""
 _EMBEDDING = "embed_tokens.weight"
+
+RecurrentMixer = KdaLayer | GdnLayer
+AttentionMixer = MlaLayer | GqaLayer
 
 
 class DecoderLayer:
-    """x + mixer(norm(x)), then + mlp(norm(x)); the sums stay in the model dtype."""
+    """Norm and mixer, norm and MLP; each adds to a residual stream that stays in the model dtype."""
 
     def __init__(self, loader: Loader, index: int, layer: LayerSpec, spec: DecoderSpec) -> None:
-        hidden = spec.hidden_size
-        self._mixer_norm = RmsNorm(loader, "input_layernorm", hidden, spec.norm_eps)
-        self._mlp_norm = RmsNorm(loader, "post_attention_layernorm", hidden, spec.norm_eps)
-        self._kda: KdaLayer | None = None
-        self._mla: MlaLayer | None = None
-        attention = loader.under("self_attn")
-        if layer.mixer == "kda" and spec.kda is not None:
-            self._kda = KdaLayer(attention, index, hidden, spec.kda)
-        elif spec.mla is not None:
-            self._mla = MlaLayer(attention, index, hidden, spec.mla)
-        self._mlp: DenseMlp | MoeMlp
+        hidden, eps, offset = spec.hidden_size, spec.norm_eps, spec.norm_offset
+        self._mixer_norm = RmsNorm(loader, "input_layernorm", hidden, eps, offset)
+        self._mlp_norm = RmsNorm(loader, "post_attention_layernorm", hidden, eps, offset)
+        self._recurrent, self._attention = _mixer(loader, index, layer, spec)
+        self._mlp: DenseMlp | MoeMlp | RoutedMlp
         if layer.mlp == "moe" and spec.moe is not None:
-            self._mlp = MoeMlp(loader.under("block_sparse_moe"), hidden, spec.moe)
+            self._mlp = moe_mlp(loader.under(spec.moe.names.module), hidden, spec.moe, spec.situ)
         else:
-            self._mlp = DenseMlp(loader.under("mlp"), hidden, spec.intermediate_size)
+            self._mlp = DenseMlp(loader.under("mlp"), hidden, spec.intermediate_size, situ=spec.situ)
 
-    def __call__(self, x: torch.Tensor, inputs: StepInputs, cache: CacheFields) -> torch.Tensor:
-        """x may be overwritten."""
+    def mix(
+        self, x: torch.Tensor, residual: torch.Tensor, inputs: StepInputs, cache: CacheFields
+    ) -> torch.Tensor:
+        """residual + mixer(norm(x)); `residual` may be overwritten."""
         normed = self._mixer_norm(x)
-        if self._kda is not None:
+        if self._recurrent is not None:
             assert inputs.recurrent is not None
-            x = self._kda(normed, x, cache, inputs.recurrent)
-        elif self._mla is not None:
-            assert inputs.attention is not None
-            x = self._mla(normed, x, cache, inputs.attention)
-        return self._mlp(self._mlp_norm(x), x)
+            return self._recurrent(normed, residual, cache, inputs.recurrent)
+        assert self._attention is not None and inputs.attention is not None
+        return self._attention(normed, residual, cache, inputs.attention)
+
+    def feed(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """residual + mlp(norm(x)); `residual` may be overwritten."""
+        return self._mlp(self._mlp_norm(x), residual)
+
+
+def _mixer(
+    loader: Loader, index: int, layer: LayerSpec, spec: DecoderSpec
+) -> tuple[RecurrentMixer | None, AttentionMixer | None]:
+    attention, hidden = loader.under("self_attn"), spec.hidden_size
+    if layer.mixer == "kda" and spec.kda is not None:
+        return KdaLayer(attention, index, hidden, spec.kda), None
+    if layer.mixer == "gdn" and spec.gdn is not None:
+        return GdnLayer(loader.under("linear_attn"), index, hidden, spec.gdn), None
+    if layer.mixer == "gqa" and spec.gqa is not None:
+        return None, GqaLayer(attention, index, hidden, spec.gqa, spec.norm_offset)
+    assert spec.mla is not None
+    return None, MlaLayer(attention, index, hidden, spec.mla)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceMix:
+    """What one sublayer reads under attention residuals: a softmax mix over blocks.
+
+    Attributes:
+        query: fp32 [D], norm weight times projection.
+    """
+
+    query: torch.Tensor
+    eps: float
+
+    @classmethod
+    def load(cls, loader: Loader, name: str, spec: DecoderSpec) -> SourceMix:
+        """Hub names `NAME_norm.weight` [D] and `NAME_proj.weight` [1, D]."""
+        norm = loader.tensor_fp32(f"{name}_norm.weight", spec.hidden_size)
+        projection = loader.tensor_fp32(f"{name}_proj.weight", 1, spec.hidden_size)
+        return cls(norm * projection.squeeze(0), spec.norm_eps)
+
+    def __call__(self, blocks: list[torch.Tensor], prefix: torch.Tensor) -> torch.Tensor:
+        return mix_sources([*blocks, prefix], self.query, self.eps)
+
+
+class AttentionResiduals:
+    """Residuals over depth (Kimi K3): sublayers read a mix of finished blocks and the running one.
+
+    Every `attn_res_block_layers` layers the running sum is closed as a block and a new one starts.
+    Nothing is carried from token to token.
+    """
+
+    def __init__(self, loader: Loader, spec: DecoderSpec, block_layers: int) -> None:
+        self._block_layers = block_layers
+        layers = [loader.under(f"layers.{index}") for index in range(len(spec.layers))]
+        self._before_mixer = [SourceMix.load(layer, "self_attention_res", spec) for layer in layers]
+        self._before_mlp = [SourceMix.load(layer, "mlp_res", spec) for layer in layers]
+        self._output = SourceMix.load(loader, "output_attn_res", spec)
+
+    def run(
+        self, x: torch.Tensor, layers: list[DecoderLayer], inputs: StepInputs, cache: CacheFields
+    ) -> torch.Tensor:
+        """Embeddings [N, D] through all layers to the mix that the final norm reads."""
+        blocks: list[torch.Tensor] = []
+        prefix = x
+        for index, layer in enumerate(layers):
+            source = self._before_mixer[index](blocks, prefix)
+            if index % self._block_layers == 0:
+                blocks.append(prefix)
+                prefix = torch.zeros_like(prefix)
+            prefix = layer.mix(source, prefix, inputs, cache)
+            prefix = layer.feed(self._before_mlp[index](blocks, prefix), prefix)
+        return self._output(blocks, prefix)
 
 
 class HybridDecoder:
     """Embedding, layers, final norm and head, all tensors loaded."""
 
     def __init__(
-        self,
-        spec: DecoderSpec,
-        weights: WeightReader,
-        kernels: Kernels,
-        dtype: torch.dtype,
-        prefixes: Sequence[str] = PREFIXES,
+        self, spec: DecoderSpec, weights: WeightReader, kernels: Kernels, dtype: torch.dtype
     ) -> None:
         """
         Raises:
             CheckpointFileError: a tensor is missing or has another shape; names file, tensor and shapes.
         """
-        prefix = weights.prefix(prefixes, _EMBEDDING)
+        prefix = weights.prefix(tuple(PREFIXES), _EMBEDDING)
         loader = Loader(weights, kernels, dtype, prefix)
         self._kernels = kernels
         self._embedding = loader.tensor(_EMBEDDING, spec.vocab_size, spec.hidden_size)
@@ -75,18 +140,24 @@ class HybridDecoder:
             DecoderLayer(loader.under(f"layers.{index}"), index, layer, spec)
             for index, layer in enumerate(spec.layers)
         ]
-        self._norm = RmsNorm(loader, "norm", spec.hidden_size, spec.norm_eps)
+        self._residuals: AttentionResiduals | None = None
+        if spec.attn_res_block_layers is not None:
+            self._residuals = AttentionResiduals(loader, spec, spec.attn_res_block_layers)
+        self._norm = RmsNorm(loader, "norm", spec.hidden_size, spec.norm_eps, spec.norm_offset)
         head = self._embedding
         if not spec.tie_word_embeddings:
-            head_loader = Loader(weights, kernels, dtype, prefix.removesuffix("model."))
+            head_loader = Loader(weights, kernels, dtype, PREFIXES[prefix])
             head = head_loader.linear("lm_head", spec.hidden_size, spec.vocab_size)
         self._head = kernels.pack_linear(head)
 
     def forward(self, inputs: StepInputs, cache: CacheFields) -> torch.Tensor:
         """Hidden states after the last layer [N, D], before the final norm. Writes the cache."""
         x = self._kernels.embedding(inputs.token_ids, self._embedding)
+        if self._residuals is not None:
+            return self._residuals.run(x, self._layers, inputs, cache)
         for layer in self._layers:
-            x = layer(x, inputs, cache)
+            x = layer.mix(x, x, inputs, cache)
+            x = layer.feed(x, x)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

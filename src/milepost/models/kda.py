@@ -22,13 +22,16 @@ class KdaLayer:
         self._kernels = loader.kernels
         self._layer = layer
         heads, dim, width = spec.num_heads, spec.head_dim, spec.width
-        # Everything that reads the layer's input is one product: q, k, v, the low-rank gates, beta.
-        names = ("q_proj", "k_proj", "v_proj", "f_a_proj", "g_a_proj", "b_proj")
-        inputs = loader.stacked(names, hidden_size, (width, width, width, dim, dim, heads))
-        parts = (3 * width, dim, dim, heads)
+        # Everything that reads the layer's input is one product: q, k, v, decay, output gate, beta.
+        gate_name, gate_width = ("g_proj", width) if spec.full_rank_gate else ("g_a_proj", dim)
+        names = ("q_proj", "k_proj", "v_proj", "f_a_proj", gate_name, "b_proj")
+        inputs = loader.stacked(names, hidden_size, (width, width, width, dim, gate_width, heads))
+        parts = (3 * width, dim, gate_width, heads)
         self._inputs = self._kernels.pack_linear(inputs, name="kda.inputs", parts=parts)
         self._decay = self._kernels.pack_linear(loader.linear("f_b_proj", dim, width), name="kda.decay")
-        self._gate = self._kernels.pack_linear(loader.linear("g_b_proj", dim, width), name="kda.gate")
+        self._gate = None
+        if not spec.full_rank_gate:
+            self._gate = self._kernels.pack_linear(loader.linear("g_b_proj", dim, width), name="kda.gate")
         self._out = self._kernels.pack_linear(loader.linear("o_proj", width, hidden_size), name="kda.out")
         taps = [
             loader.tensor_fp32(f"{name}_conv1d.weight", width, 1, spec.conv_kernel).squeeze(1)
@@ -38,7 +41,7 @@ class KdaLayer:
             num_heads=heads,
             head_dim=dim,
             conv_taps=torch.cat(taps).t().contiguous(),
-            decay_log=loader.tensor_fp32("A_log", heads, also=((1, 1, heads, 1),)),
+            decay_log=_decay_log(loader, spec),
             dt_bias=loader.tensor_fp32("dt_bias", width),
             norm_weight=loader.tensor_fp32("o_norm.weight", dim),
             norm_eps=spec.norm_eps,
@@ -53,8 +56,20 @@ class KdaLayer:
         `residual` may be overwritten.
         """
         ops = self._kernels
-        raw, decay_in, gate_in, beta = ops.linear_parts(x, self._inputs)
-        inputs = KdaInputs(raw, ops.linear(decay_in, self._decay), beta, ops.linear(gate_in, self._gate))
+        raw, decay_in, gate, beta = ops.linear_parts(x, self._inputs)
+        if self._gate is not None:
+            gate = ops.linear(gate, self._gate)
+        inputs = KdaInputs(raw, ops.linear(decay_in, self._decay), beta, gate)
         tails, states = cache[self._layer, CONV_TAIL_FIELD], cache[self._layer, STATE_MATRIX_FIELD]
         mixed = ops.kda_mixer(inputs, self._params, tails, states, index)
         return ops.linear(mixed, self._out, residual=residual)
+
+
+def _decay_log(loader: Loader, spec: KdaSpec) -> torch.Tensor:
+    """fp32 [heads]. Files hold [heads], [1, 1, heads, 1], or more entries of which the first count."""
+    heads = spec.num_heads
+    if spec.padded_decay_log and loader.has("A_log"):
+        shape = loader.weights.shape(loader.prefix + "A_log")
+        if len(shape) == 1 and shape[0] > heads:
+            return loader.tensor_fp32("A_log", *shape)[:heads].contiguous()
+    return loader.tensor_fp32("A_log", heads, also=((1, 1, heads, 1),))

@@ -1,12 +1,16 @@
-"""`kimi_linear`: reads the published config of Kimi-Linear into a `DecoderSpec`. No torch."""
+"""`kimi_linear`: reads the published config of Kimi-Linear into a `DecoderSpec`. No torch.
+
+`kimi_k3` has the same fields and more; the readers of the common ones are here.
+"""
 
 from __future__ import annotations
 
 from milepost.errors import ConfigError
 from milepost.models.config_reader import ConfigReader
+from milepost.models.family_config import common_fields
 from milepost.models.specs import (
-    COMPUTE_DTYPES,
     DecoderSpec,
+    ExpertNames,
     KdaSpec,
     LayerSpec,
     Mixer,
@@ -16,6 +20,7 @@ from milepost.models.specs import (
 )
 
 MODEL_TYPE = "kimi_linear"
+EXPERT_NAMES = ExpertNames(module="block_sparse_moe", gate="w1", up="w3", down="w2", shared="shared_experts")
 
 
 def parse_config(config: ConfigReader) -> DecoderSpec:
@@ -25,47 +30,48 @@ def parse_config(config: ConfigReader) -> DecoderSpec:
         ConfigError: a key is missing, has the wrong type or asks for something that is not
             implemented; names the key.
     """
-    _refuse_other_architectures(config)
-    vocab_size = config.integer("vocab_size")
-    mixers = _layer_mixers(config)
-    moe = _moe(config)
-    mlps = _layer_mlps(config, len(mixers), moe)
-    pad = config.token_ids("pad_token_id", vocab_size)
-    bos = config.token_ids("bos_token_id", vocab_size)
+    config.must_equal("hidden_act", "silu", "other activations belong to other families")
+    config.must_equal("mla_use_output_gate", False, "gated attention output belongs to kimi_k3")
+    for key in ("attn_res_block_size", "routed_expert_hidden_size", "quantization_config"):
+        if config.has(key):
+            raise ConfigError(config.field(key), "is not supported for model_type kimi_linear")
+    refuse_unknown_routing(config)
+    mixers = layer_mixers(config)
+    moe = read_moe(config)
+    kda = read_kda(config) if "kda" in mixers else None
+    if kda is not None and kda.full_rank_gate:
+        raise ConfigError(
+            config.field("linear_attn_config.use_full_rank_gate"),
+            "is true, but the full-rank output gate belongs to kimi_k3",
+        )
     return DecoderSpec(
         model_type=MODEL_TYPE,
-        vocab_size=vocab_size,
-        hidden_size=config.integer("hidden_size"),
         intermediate_size=config.integer("intermediate_size"),
-        norm_eps=config.positive_number("rms_norm_eps", 1e-5),
-        tie_word_embeddings=config.boolean("tie_word_embeddings", False),
-        layers=tuple(LayerSpec(mixer, mlp) for mixer, mlp in zip(mixers, mlps, strict=True)),
-        kda=_kda(config) if "kda" in mixers else None,
-        mla=_mla(config) if "mla" in mixers else None,
+        layers=layer_specs(config, mixers, moe),
+        kda=kda,
+        mla=read_mla(config) if "mla" in mixers else None,
         moe=moe,
-        max_model_len=_max_model_len(config),
-        dtype=_dtype(config),
-        bos_token_id=bos[0] if bos else None,
-        eos_token_ids=config.token_ids("eos_token_id", vocab_size),
-        pad_token_id=pad[0] if pad else None,
+        **common_fields(config, norm_eps=1e-5),
     )
 
 
-def _refuse_other_architectures(config: ConfigReader) -> None:
-    config.must_equal("hidden_act", "silu", "other activations belong to other families")
+def layer_specs(config: ConfigReader, mixers: list[Mixer], moe: MoeSpec | None) -> tuple[LayerSpec, ...]:
+    """Mixer and MLP kind of each layer."""
+    mlps = _layer_mlps(config, len(mixers), moe)
+    return tuple(LayerSpec(mixer, mlp) for mixer, mlp in zip(mixers, mlps, strict=True))
+
+
+def refuse_unknown_routing(config: ConfigReader) -> None:
+    """What neither Kimi family is published with."""
     config.must_equal("mla_use_nope", True, "rotary positions are not implemented for this family")
-    config.must_equal("mla_use_output_gate", False, "gated attention output belongs to kimi_k3")
     config.must_equal("moe_router_activation_func", "sigmoid", "the router scores are sigmoids")
     config.must_equal("num_expert_group", 1, "group-limited routing is not implemented")
     config.must_equal("topk_group", 1, "group-limited routing is not implemented")
     config.must_equal("num_nextn_predict_layers", 0, "draft layers are not loaded")
     config.must_equal("attention_bias", False, "the published projections have no bias")
-    for key in ("attn_res_block_size", "routed_expert_hidden_size", "quantization_config"):
-        if config.has(key):
-            raise ConfigError(config.field(key), "is not supported for model_type kimi_linear")
 
 
-def _layer_mixers(config: ConfigReader) -> list[Mixer]:
+def layer_mixers(config: ConfigReader) -> list[Mixer]:
     """Kind of each layer from the two published lists, which count layers from 1."""
     num_layers = config.integer("num_hidden_layers")
     section = config.section("linear_attn_config")
@@ -111,22 +117,22 @@ def _layer_mlps(config: ConfigReader, num_layers: int, moe: MoeSpec | None) -> l
     return ["moe" if index >= first and index % every == 0 else "dense" for index in range(num_layers)]
 
 
-def _kda(config: ConfigReader) -> KdaSpec:
+def read_kda(config: ConfigReader) -> KdaSpec:
     section = config.section("linear_attn_config")
     bound = section.number("gate_lower_bound") if section.has("gate_lower_bound") else None
     if bound is not None and not -5.0 <= bound < 0.0:
         raise ConfigError(section.field("gate_lower_bound"), f"must lie in [-5, 0), not {bound}")
-    section.must_equal("use_full_rank_gate", False, "the full-rank output gate belongs to kimi_k3")
     return KdaSpec(
         num_heads=section.integer("num_heads"),
         head_dim=section.integer("head_dim"),
         conv_kernel=section.integer("short_conv_kernel_size", minimum=2),
         norm_eps=config.positive_number("rms_norm_eps", 1e-5),
         gate_lower_bound=bound,
+        full_rank_gate=section.boolean("use_full_rank_gate", False),
     )
 
 
-def _mla(config: ConfigReader) -> MlaSpec:
+def read_mla(config: ConfigReader) -> MlaSpec:
     num_heads = config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
     if num_kv_heads != num_heads:
@@ -143,7 +149,7 @@ def _mla(config: ConfigReader) -> MlaSpec:
     )
 
 
-def _moe(config: ConfigReader) -> MoeSpec | None:
+def read_moe(config: ConfigReader) -> MoeSpec | None:
     num_experts = config.integer("num_experts", 0, minimum=0)
     if num_experts == 0:
         return None
@@ -152,24 +158,13 @@ def _moe(config: ConfigReader) -> MoeSpec | None:
         raise ConfigError(
             "num_experts_per_token", f"is {experts_per_token}, more than num_experts {num_experts}"
         )
+    inner = config.integer("moe_intermediate_size")
     return MoeSpec(
         num_experts=num_experts,
         experts_per_token=experts_per_token,
-        expert_intermediate_size=config.integer("moe_intermediate_size"),
-        num_shared_experts=config.integer("num_shared_experts", 0, minimum=0),
+        expert_intermediate_size=inner,
+        shared_intermediate_size=inner * config.integer("num_shared_experts", 0, minimum=0),
         renormalize=config.boolean("moe_renormalize", True),
         routed_scaling_factor=config.positive_number("routed_scaling_factor", 1.0),
+        names=EXPERT_NAMES,
     )
-
-
-def _max_model_len(config: ConfigReader) -> int:
-    key = "model_max_length" if config.has("model_max_length") else "max_position_embeddings"
-    return config.integer(key)
-
-
-def _dtype(config: ConfigReader) -> str:
-    key = "dtype" if config.has("dtype") else "torch_dtype"
-    name = config.text(key, "bfloat16").removeprefix("torch.")
-    if name not in COMPUTE_DTYPES:
-        raise ConfigError(config.field(key), f"{name!r} is not supported; use one of {list(COMPUTE_DTYPES)}")
-    return name

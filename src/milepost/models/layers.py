@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from milepost.kernels.api import Kernels
+from milepost.kernels.reference_experts import GluActivation
+from milepost.models.specs import SituSpec
 from milepost.models.weights import WeightReader
 
 
@@ -35,6 +37,13 @@ class Loader:
         """`also`: other shapes with the same number of values that are accepted."""
         return self.weights.take(self.prefix + name, shape, torch.float32, also=also)
 
+    def has(self, name: str) -> bool:
+        return self.prefix + name in self.weights
+
+    def bytes(self, name: str, *shape: int) -> torch.Tensor:
+        """uint8, as stored."""
+        return self.weights.take_bytes(self.prefix + name, shape)
+
     def linear(self, name: str, in_features: int, out_features: int) -> torch.Tensor:
         """`name.weight` [out, in]."""
         return self.tensor(f"{name}.weight", out_features, in_features)
@@ -48,11 +57,13 @@ class Loader:
 
 
 class RmsNorm:
-    """Root mean square norm with a weight."""
+    """Root mean square norm with a weight, stored less `offset`."""
 
-    def __init__(self, loader: Loader, name: str, width: int, eps: float) -> None:
+    def __init__(self, loader: Loader, name: str, width: int, eps: float, offset: float = 0.0) -> None:
         self._kernels = loader.kernels
         self._weight = loader.tensor_fp32(f"{name}.weight", width)
+        if offset:
+            self._weight = self._weight + offset
         self._eps = eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -60,16 +71,38 @@ class RmsNorm:
 
 
 class DenseMlp:
-    """down(silu(gate(x)) * up(x)); hub names gate_proj, up_proj, down_proj."""
+    """down(activation(gate(x), up(x))); hub names gate_proj, up_proj, down_proj."""
 
-    def __init__(self, loader: Loader, hidden_size: int, inner_size: int, name: str = "mlp") -> None:
+    def __init__(
+        self,
+        loader: Loader,
+        hidden_size: int,
+        inner_size: int,
+        name: str = "mlp",
+        *,
+        situ: SituSpec | None = None,
+    ) -> None:
+        """
+        Args:
+            name: layers with the same name and shapes may share result buffers.
+            situ: None = SwiGLU.
+        """
         self._kernels = loader.kernels
         gate_up = loader.stacked(("gate_proj", "up_proj"), hidden_size, (inner_size, inner_size))
-        self._gate_up = self._kernels.pack_swiglu(gate_up, name=f"{name}.inner")
+        self._activation: GluActivation | None = None
+        if situ is None:
+            self._gate_up = self._kernels.pack_swiglu(gate_up, name=f"{name}.inner")
+        else:
+            parts = (inner_size, inner_size)
+            self._gate_up = self._kernels.pack_linear(gate_up, name=f"{name}.inner", parts=parts)
+            self._activation = GluActivation(situ.beta, situ.linear_beta)
         down = loader.linear("down_proj", inner_size, hidden_size)
         self._down = self._kernels.pack_linear(down, name=f"{name}.out")
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x [N, D] -> [N, D], plus `residual` if given (which may be overwritten)."""
-        inner = self._kernels.linear_swiglu(x, self._gate_up)
+        if self._activation is None:
+            inner = self._kernels.linear_swiglu(x, self._gate_up)
+        else:
+            inner = self._activation(*self._kernels.linear_parts(x, self._gate_up))
         return self._kernels.linear(inner, self._down, residual=residual)

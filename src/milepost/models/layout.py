@@ -18,10 +18,14 @@ STATE_FIELD_ALIGNMENT = 64
 
 LATENT_FIELD = "latent"
 """MLA: per token the normed latent followed by the shared key part."""
+KEY_FIELD = "keys"
+"""GQA: per token the normed and rotated keys of all key-value heads."""
+VALUE_FIELD = "values"
+"""GQA: per token the values of all key-value heads."""
 CONV_TAIL_FIELD = "conv_tail"
-"""KDA: the last conv_kernel - 1 raw q|k|v rows before the convolution, oldest first."""
+"""KDA, GDN: the last conv_kernel - 1 raw q|k|v rows before the convolution, oldest first."""
 STATE_MATRIX_FIELD = "state_matrix"
-"""KDA: S, per head [key dim, value dim], always fp32."""
+"""KDA, GDN: S, per (value) head [key dim, value dim], always fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,14 @@ def cache_layout(spec: DecoderSpec, dtype: str) -> CacheLayout:
         width = spec.mla.latent_width
         fields = tuple(TokenField(layer, LATENT_FIELD, width, dtype) for layer in spec.layer_indices("mla"))
         attention.append(AttentionGroupLayout("mla", fields))
+    if spec.gqa is not None:
+        width = spec.gqa.kv_width
+        fields = tuple(
+            TokenField(layer, name, width, dtype)
+            for layer in spec.layer_indices("gqa")
+            for name in (KEY_FIELD, VALUE_FIELD)
+        )
+        attention.append(AttentionGroupLayout("gqa", fields))
     if spec.kda is not None:
         kda = spec.kda
         shapes = (
@@ -128,6 +140,13 @@ def cache_layout(spec: DecoderSpec, dtype: str) -> CacheLayout:
             (CONV_TAIL_FIELD, (kda.conv_kernel - 1, 3 * kda.width), dtype),
         )
         recurrent.append(RecurrentGroupLayout("kda", _packed_fields(spec.layer_indices("kda"), shapes)))
+    if spec.gdn is not None:
+        gdn = spec.gdn
+        shapes = (
+            (STATE_MATRIX_FIELD, (gdn.num_value_heads, gdn.key_dim, gdn.value_dim), "float32"),
+            (CONV_TAIL_FIELD, (gdn.conv_kernel - 1, gdn.conv_width), dtype),
+        )
+        recurrent.append(RecurrentGroupLayout("gdn", _packed_fields(spec.layer_indices("gdn"), shapes)))
     return CacheLayout(tuple(attention), tuple(recurrent))
 
 

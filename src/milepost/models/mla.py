@@ -29,10 +29,12 @@ class MlaLayer:
             spec.num_heads * spec.qk_head_dim,
             spec.latent_width,
         )
-        # q_proj, or q_a_proj if queries are low-rank, reads the same input as the latent.
+        # q_proj, or q_a_proj if queries are low-rank, reads the same input as the latent and the gate.
         rank = spec.q_lora_rank
-        names = ("q_proj" if rank is None else "q_a_proj", "kv_a_proj_with_mqa")
-        parts = (query_width if rank is None else rank, latent_width)
+        names: tuple[str, ...] = ("q_proj" if rank is None else "q_a_proj", "kv_a_proj_with_mqa")
+        parts: tuple[int, ...] = (query_width if rank is None else rank, latent_width)
+        if spec.output_gate:
+            names, parts = (*names, "g_proj"), (*parts, heads * spec.v_head_dim)
         self._inputs = pack(loader.stacked(names, hidden_size, parts), name="mla.inputs", parts=parts)
         self._query_norm: RmsNorm | None = None
         if rank is not None:
@@ -58,9 +60,11 @@ class MlaLayer:
         """
         ops = self._kernels
         pages = cache[self._layer, LATENT_FIELD]
-        query, latent = ops.linear_parts(x, self._inputs)
+        query, latent, *gates = ops.linear_parts(x, self._inputs)
         ops.store_latents(latent, self._latent_norm, self._latent_norm_eps, pages, index)
         if self._query_norm is not None:
             query = ops.linear(self._query_norm(query), self._query)
         values = ops.attend_latents(query, self._absorb_key, self._absorb_value, pages, index, self._scale)
+        for gate in gates:
+            values = (values.float() * torch.sigmoid(gate.float())).to(values.dtype)
         return ops.linear(values, self._out, residual=residual)

@@ -1,29 +1,41 @@
-"""Mixture of experts: sigmoid router, routed SwiGLU experts, shared experts."""
+"""Mixture of experts: routed gated MLPs, and a shared MLP that always runs."""
 
 from __future__ import annotations
 
 import torch
 
 from milepost.kernels.api import MoeParams
-from milepost.models.layers import DenseMlp, Loader
-from milepost.models.specs import MoeSpec
+from milepost.kernels.reference import route
+from milepost.kernels.reference_experts import (
+    MXFP4_GROUP,
+    Expert,
+    GluActivation,
+    Mxfp4Expert,
+    Mxfp4Weight,
+    PlainExpert,
+    expert_sum,
+    softmax_route,
+)
+from milepost.models.layers import DenseMlp, Loader, RmsNorm
+from milepost.models.specs import MoeSpec, SituSpec
+
+
+def moe_mlp(loader: Loader, hidden_size: int, spec: MoeSpec, situ: SituSpec | None) -> MoeMlp | RoutedMlp:
+    """The expert layer of a family: one operation where it is that of Kimi-Linear, else composed."""
+    if spec.router == "sigmoid" and situ is None and spec.latent is None and not spec.packed_mxfp4:
+        return MoeMlp(loader, hidden_size, spec)
+    return RoutedMlp(loader, hidden_size, spec, situ)
 
 
 class MoeMlp:
-    """Hub names: gate.weight, gate.e_score_correction_bias, experts.E.{w1, w3, w2}, shared_experts."""
+    """Sigmoid router and SwiGLU experts as one operation of the kernels."""
 
     def __init__(self, loader: Loader, hidden_size: int, spec: MoeSpec) -> None:
         self._kernels = loader.kernels
         gate = loader.under("gate")
         router = gate.tensor_fp32("weight", spec.num_experts, hidden_size)
         self._router = self._kernels.pack_linear(router, name="moe.router")
-        inner = spec.expert_intermediate_size
-        experts = []
-        for number in range(spec.num_experts):
-            expert = loader.under(f"experts.{number}")
-            gate_weight = expert.linear("w1", hidden_size, inner)
-            up_weight = expert.linear("w3", hidden_size, inner)
-            experts.append((gate_weight, up_weight, expert.linear("w2", inner, hidden_size)))
+        experts = [expert.weights() for expert in _experts(loader, hidden_size, spec)]
         self._params = MoeParams(
             bias=gate.tensor_fp32("e_score_correction_bias", spec.num_experts),
             experts_per_token=spec.experts_per_token,
@@ -31,11 +43,7 @@ class MoeMlp:
             scaling_factor=spec.routed_scaling_factor,
             experts=self._kernels.pack_experts(experts),
         )
-        self._shared: DenseMlp | None = None
-        if spec.num_shared_experts:
-            self._shared = DenseMlp(
-                loader.under("shared_experts"), hidden_size, inner * spec.num_shared_experts, "moe.shared"
-            )
+        self._shared = _shared(loader, hidden_size, spec, None)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """x [N, D] -> residual + experts [N, D]; `residual` may be overwritten."""
@@ -43,3 +51,110 @@ class MoeMlp:
         logits = ops.linear(x, self._router)
         shared = None if self._shared is None else self._shared(x)
         return ops.moe(x, logits, self._params, shared=shared, residual=residual)
+
+
+class RoutedMlp:
+    """Any router and activation; experts may work in a latent space and be stored as 4-bit floats.
+
+    With a latent space: down projection, experts, weighted sum, norm of the sum, up projection. The
+    router and the shared MLP read the full width.
+    """
+
+    def __init__(self, loader: Loader, hidden_size: int, spec: MoeSpec, situ: SituSpec | None) -> None:
+        self._kernels = loader.kernels
+        self._spec = spec
+        pack = self._kernels.pack_linear
+        gate = loader.under("gate")
+        router = gate.tensor_fp32("weight", spec.num_experts, hidden_size)
+        self._router = pack(router, name="moe.router")
+        self._bias: torch.Tensor | None = None
+        if spec.router == "sigmoid":
+            self._bias = gate.tensor_fp32("e_score_correction_bias", spec.num_experts)
+        self._activation = activation(situ)
+        self._down = self._up = self._latent_norm = None
+        width = hidden_size
+        if spec.latent is not None:
+            width = spec.latent.width
+            down = loader.linear("routed_expert_down_proj", hidden_size, width)
+            self._down = pack(down, name="moe.latent")
+            self._up = pack(loader.linear("routed_expert_up_proj", width, hidden_size), name="moe.up")
+            if spec.latent.norm_eps is not None:
+                self._latent_norm = RmsNorm(loader, "routed_expert_norm", width, spec.latent.norm_eps)
+        self._experts = _experts(loader, width, spec)
+        self._shared = _shared(loader, hidden_size, spec, situ)
+        self._shared_gate: torch.Tensor | None = None
+        if spec.shared_gate and self._shared is not None:
+            self._shared_gate = loader.linear("shared_expert_gate", hidden_size, 1)
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """x [N, D] -> residual + experts [N, D]; `residual` may be overwritten."""
+        ops, dtype = self._kernels, x.dtype
+        # First: later norms of the same width may reuse the memory of x.
+        shared = None if self._shared is None else self._gated(self._shared(x), x)
+        ids, weights = self._route(ops.linear(x, self._router))
+        latent = x if self._down is None else ops.linear(x, self._down)
+        total = expert_sum(latent, ids, weights, self._experts, self._activation)
+        if self._latent_norm is not None:
+            total = self._latent_norm(total.to(dtype))
+        if self._up is not None:
+            total = ops.linear(total.to(dtype), self._up).float()
+        if shared is not None:
+            total = total + shared
+        return residual + total.to(dtype)
+
+    def _route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        spec = self._spec
+        if self._bias is None:
+            return softmax_route(logits, spec.experts_per_token, renormalize=spec.renormalize)
+        return route(
+            logits,
+            self._bias,
+            spec.experts_per_token,
+            renormalize=spec.renormalize,
+            scaling_factor=spec.routed_scaling_factor,
+        )
+
+    def _gated(self, shared: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """fp32 [N, D]: the shared MLP's output, times its gate if the family has one."""
+        if self._shared_gate is None:
+            return shared.float()
+        # One output: a product and a sum per row, the same whoever else is in the step.
+        gate = (x.float() * self._shared_gate.float()).sum(-1, keepdim=True)
+        return torch.sigmoid(gate) * shared.float()
+
+
+def activation(situ: SituSpec | None) -> GluActivation:
+    """The operation for a family's activation."""
+    return GluActivation() if situ is None else GluActivation(situ.beta, situ.linear_beta)
+
+
+def _shared(loader: Loader, hidden_size: int, spec: MoeSpec, situ: SituSpec | None) -> DenseMlp | None:
+    if not spec.shared_intermediate_size:
+        return None
+    inner = spec.shared_intermediate_size
+    return DenseMlp(loader.under(spec.names.shared), hidden_size, inner, "moe.shared", situ=situ)
+
+
+def _experts(loader: Loader, width: int, spec: MoeSpec) -> list[Expert]:
+    """Separate tensors per expert, or `gate_up_proj` and `down_proj` of all experts stacked."""
+    inner = spec.expert_intermediate_size
+    experts = loader.under("experts")
+    if experts.has("gate_up_proj"):
+        gate_up = experts.tensor("gate_up_proj", spec.num_experts, 2 * inner, width)
+        down = experts.tensor("down_proj", spec.num_experts, width, inner)
+        return [PlainExpert(up[:inner], up[inner:], low) for up, low in zip(gate_up, down, strict=True)]
+    return [_expert(loader.under(f"experts.{n}"), width, inner, spec) for n in range(spec.num_experts)]
+
+
+def _expert(loader: Loader, width: int, inner: int, spec: MoeSpec) -> Expert:
+    names = spec.names
+    shapes = ((names.gate, width, inner), (names.up, width, inner), (names.down, inner, width))
+    if spec.packed_mxfp4 and loader.has(f"{names.gate}.weight_packed"):
+        gate, up, down = (_mxfp4(loader.under(name), *shape) for name, *shape in shapes)
+        return Mxfp4Expert(gate, up, down, loader.dtype)
+    return PlainExpert(*(loader.linear(*shape) for shape in shapes))
+
+
+def _mxfp4(loader: Loader, in_features: int, out_features: int) -> Mxfp4Weight:
+    packed = loader.bytes("weight_packed", out_features, in_features // 2)
+    return Mxfp4Weight(packed, loader.bytes("weight_scale", out_features, in_features // MXFP4_GROUP))

@@ -20,9 +20,11 @@ INDEX_FILE = "model.safetensors.index.json"
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "BOOL": torch.bool,
+    "F8_E8M0": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+BYTE_DTYPES = ("U8", "F8_E8M0")
+"""Packed values and their scales; read as uint8."""
 
 Progress = Callable[[int, int], None]
 """Called with (bytes loaded, bytes in all files) after each tensor."""
@@ -117,23 +119,51 @@ class WeightReader:
         Raises:
             CheckpointFileError: missing, wrong shape, not floating point, or not finite (if checked).
         """
-        file = self._files.get(name)
-        if file is None:
-            raise CheckpointFileError(f"{self._directory} lacks tensor {name} (expected shape {list(shape)})")
-        entry = file.entries[name]
-        if entry.shape != tuple(shape) and entry.shape not in [tuple(other) for other in also]:
-            raise CheckpointFileError(
-                f"{file.path}: tensor {name} has shape {list(entry.shape)}, expected {list(shape)}"
-            )
-        if entry.dtype not in FLOAT_DTYPES:
-            raise CheckpointFileError(
-                f"{file.path}: tensor {name} has dtype {entry.dtype}, expected one of {list(FLOAT_DTYPES)}"
-            )
+        file = self._checked(name, (shape, *also), FLOAT_DTYPES)
         stored = _view(file, name)
         if self._check_finite and not bool(torch.isfinite(stored).all()):
             raise CheckpointFileError(f"{file.path}: tensor {name} holds NaN or infinity")
-        self._count(name, entry.end - entry.start)
+        self._count(name)
         return stored.to(dtype).reshape(tuple(shape))
+
+    def take_bytes(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """uint8 tensor `name` of exactly `shape`, a view of the mapped file.
+
+        Raises:
+            CheckpointFileError: missing, wrong shape, or not stored as bytes.
+        """
+        file = self._checked(name, (shape,), BYTE_DTYPES)
+        self._count(name)
+        return _view(file, name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """As stored.
+
+        Raises:
+            CheckpointFileError: missing.
+        """
+        file = self._files.get(name)
+        if file is None:
+            raise CheckpointFileError(f"{self._directory} lacks tensor {name}")
+        return file.entries[name].shape
+
+    def _checked(self, name: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> SafetensorsFile:
+        """The file of a tensor that has one of the shapes (the first is named) and dtypes."""
+        file = self._files.get(name)
+        if file is None:
+            raise CheckpointFileError(
+                f"{self._directory} lacks tensor {name} (expected shape {list(shapes[0])})"
+            )
+        entry = file.entries[name]
+        if entry.shape not in [tuple(shape) for shape in shapes]:
+            raise CheckpointFileError(
+                f"{file.path}: tensor {name} has shape {list(entry.shape)}, expected {list(shapes[0])}"
+            )
+        if entry.dtype not in dtypes:
+            raise CheckpointFileError(
+                f"{file.path}: tensor {name} has dtype {entry.dtype}, expected one of {list(dtypes)}"
+            )
+        return file
 
     def finish(self) -> None:
         """Reports the end: tensors nobody took are done as well."""
@@ -141,11 +171,12 @@ class WeightReader:
             self._bytes_done = self.num_bytes
             self._progress(self._bytes_done, self.num_bytes)
 
-    def _count(self, name: str, num_bytes: int) -> None:
+    def _count(self, name: str) -> None:
         if name in self._taken:
             return
         self._taken.add(name)
-        self._bytes_done += num_bytes
+        entry = self._files[name].entries[name]
+        self._bytes_done += entry.end - entry.start
         if self._progress is not None:
             self._progress(self._bytes_done, self.num_bytes)
 
