@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +17,8 @@ from milepost.models.layout import CacheLayout, cache_layout
 from milepost.models.specs import DecoderSpec
 from milepost.models.weights import Progress, WeightReader
 
+_LOG = logging.getLogger(__name__)
+_MAX_NAMED = 5
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -88,6 +93,19 @@ def load_model(
     chosen = kernels or select_kernels()
     decoder = HybridDecoder(spec, weights, chosen, _TORCH_DTYPES[dtype_name])
     weights.finish()
-    return LoadedModel(
-        spec, cache_layout(spec, dtype_name), decoder, dtype_name, chosen, weights.unused_names()
-    )
+    unused = weights.unused_names()
+    _log_unused(unused, spec.skipped)
+    return LoadedModel(spec, cache_layout(spec, dtype_name), decoder, dtype_name, chosen, unused)
+
+
+def _log_unused(names: Sequence[str], skipped: Sequence[str]) -> None:
+    """One line for parts that are left out on purpose, a warning for what nobody expected."""
+    groups = [next((prefix for prefix in skipped if name.startswith(prefix)), "") for name in names]
+    known = Counter(prefix for prefix in groups if prefix)
+    if known:
+        parts = ", ".join(f"{prefix}* ({count} tensors)" for prefix, count in sorted(known.items()))
+        _LOG.info("not loaded: %s", parts)
+    unknown = [name for name, prefix in zip(names, groups, strict=True) if not prefix]
+    if unknown:
+        more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
+        _LOG.warning("tensors without a use: %s%s", ", ".join(unknown[:_MAX_NAMED]), more)
