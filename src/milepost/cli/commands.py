@@ -1,8 +1,9 @@
-"""serve, chat, complete, info: argument parsing, errors as one line on stderr."""
+"""serve, chat, complete, info, sim: argument parsing, errors as one line on stderr."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -55,7 +56,7 @@ def _is_flag(field: str) -> bool:
     flags = {
         "cache_bytes", "prefix_match_unit", "prefix_cache_retention_interval", "decode_interval",
         "max_states_per_path", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "dtype", "seed",
-        "host", "port",
+        "host", "port", "trace", "workload", "geometry", "budgets", "policies",
     }  # fmt: skip
     return field in flags
 
@@ -157,8 +158,6 @@ def complete(
     cache_bytes: opt.CacheBytes = opt.DEFAULT_CACHE_SIZE,
 ) -> None:
     """Continue a text and print the continuation."""
-    from pathlib import Path
-
     from milepost.cli.complete import complete_text
 
     options = opt.serving_options(
@@ -190,3 +189,86 @@ def info(
         dtype=dtype,
     )
     show_info(model, options)
+
+
+@app.command()
+def sim(
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace", help="Mooncake-style JSONL to replay, plain, .gz or .xz. Default: a workload."
+        ),
+    ] = None,
+    workload: Annotated[
+        str, typer.Option("--workload", help="Generated requests: multiturn, fork, agents or growing.")
+    ] = "multiturn",
+    scale: Annotated[int, typer.Option("--scale", min=1, help="Multiplies a workload's conversations.")] = 1,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of a workload or of the first swarm run.")] = 0,
+    geometry: Annotated[
+        str, typer.Option("--geometry", help="Model sizes: kimi-k3 or kimi-linear-48b.")
+    ] = "kimi-linear-48b",
+    budgets: Annotated[
+        str, typer.Option("--budgets", help="Cache sizes to try, separated by commas.")
+    ] = "8GiB,64GiB,512GiB",
+    policies: Annotated[
+        str,
+        typer.Option(
+            "--policies",
+            help="Separated by commas: milepost, milepost-lru (its states, LRU), lru, optimal, align.",
+        ),
+    ] = "milepost,lru,optimal",
+    prefix_match_unit: Annotated[
+        int | None,
+        typer.Option("--prefix-match-unit", min=1, help="Tokens. Default: 512 for a trace, else 32."),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Only the first so many requests.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--max-tokens", min=1, help="Cut answers. Default: 1 for a trace, else as recorded."),
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option("--max-num-batched-tokens", min=1, help="Tokens computed per step.")
+    ] = 8192,
+    tokens_per_second: Annotated[
+        float | None,
+        typer.Option("--tokens-per-second", min=0.001, help="Let steps take time; shows queues and TTFT."),
+    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the results as JSON.")] = None,
+    plot_path: Annotated[Path | None, typer.Option("--plot", help="Write a chart as SVG.")] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Milepost beside align on all workloads, request by request.")
+    ] = False,
+    swarm: Annotated[
+        int | None,
+        typer.Option("--swarm", min=1, help="Do so many random actions in checked worlds instead."),
+    ] = None,
+) -> None:
+    """Replay a trace or a workload through the real core, with policies side by side; loads no model."""
+    from milepost.cli.sim import SimOptions, run_comparison, run_replays, run_swarm
+    from milepost.cli.sizes import parse_size
+
+    console, status = Console(), Console(stderr=True)
+    options = SimOptions(
+        trace=trace,
+        workload=workload,
+        seed=seed,
+        scale=scale,
+        geometry=geometry,
+        budgets=tuple(parse_size(part, "budgets") for part in budgets.split(",")),
+        policies=tuple(part.strip() for part in policies.split(",")),
+        match_unit=prefix_match_unit,
+        limit=limit,
+        max_output_tokens=max_tokens,
+        step_tokens=max_num_batched_tokens,
+        tokens_per_second=tokens_per_second,
+        json_path=json_path,
+        plot_path=plot_path,
+    )
+    if swarm is not None:
+        run_swarm(seed, swarm, console, status)
+    elif compare:
+        run_comparison(options, console, status)
+    else:
+        run_replays(options, console, status)

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 from milepost.errors import ConfigError
 
 TRACE_BLOCK_TOKENS = 512
-_OPENERS: dict[str, Callable[..., TextIO]] = {".gz": gzip.open, ".xz": lzma.open}  # type: ignore[dict-item]
+_OPENERS: dict[str, Callable[..., TextIO]] = {".gz": gzip.open, ".xz": lzma.open}
 
 
 @dataclass(frozen=True, slots=True)

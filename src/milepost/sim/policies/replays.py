@@ -52,19 +52,22 @@ def align_block_tokens(shape: ModelShape, match_unit: int) -> int:
     return ceil_to(ceil_div(shape.layer_state_bytes, shape.layer_kv_bytes_per_token), match_unit)
 
 
+def align_num_blocks(shape: ModelShape, match_unit: int, cache_bytes: int) -> int:
+    """Blocks of upstream's pool that fit a budget, the null block included."""
+    block_bytes = shape.kv_bytes_per_token * align_block_tokens(shape, match_unit)
+    return max(2, floor_div(cache_bytes, block_bytes))
+
+
 def align_config(
-    shape: ModelShape, match_unit: int, cache_bytes: int | None, step_tokens: int
+    shape: ModelShape, match_unit: int, step_tokens: int, num_blocks: int | None = None
 ) -> AlignConfig:
     """Upstream's settings for this shape. A state counts as one block, which favours the policy where
     a state of all layers is larger than a block.
 
     Args:
-        cache_bytes: None = unbounded.
+        num_blocks: None = unbounded.
     """
     block_tokens = align_block_tokens(shape, match_unit)
-    num_blocks = None
-    if cache_bytes is not None:
-        num_blocks = max(2, floor_div(cache_bytes, shape.kv_bytes_per_token * block_tokens))
     return AlignConfig(
         hash_block_size=match_unit,
         mamba_block_size=block_tokens,
@@ -78,14 +81,13 @@ def align_config(
 
 def replay_align(
     requests: Sequence[ReplayRequest],
-    config: AlignConfig,
+    policy: AlignPolicy,
     cache_bytes: int,
     *,
     max_output_tokens: int,
     on_progress: Progress = None,
 ) -> ReplayResult:
     """Upstream's `align` policy, one request after the other. What cannot be placed counts as computed."""
-    policy = AlignPolicy(config)
     result = ReplayResult("align", cache_bytes)
     for number, request in enumerate(requests):
         if on_progress is not None and number % 16 == 0:
