@@ -6,7 +6,8 @@ import itertools
 import random
 
 import pytest
-from tests.core.harness import RECORD_BYTES, Harness, make_cache, make_geometry, numbered
+from tests.core.harness import RECORD_BYTES, Harness, make_cache, make_chain, make_geometry, numbered
+from tests.core.test_eviction import grow, random_forest
 
 from milepost.core.admission import largest_request_tokens, worst_case_bytes
 from milepost.core.geometry import AttentionGroupSpec, CacheGeometry, RecurrentGroupSpec
@@ -160,6 +161,38 @@ def test_worst_case_counts_the_next_token() -> None:
         units = max(0, -(-(num_tokens + 1) // 4) - held)
         expected = units * page + (0 if running else state)
         assert worst_case_bytes(cache, num_tokens, held, has_running=running) == expected
+
+
+def test_bytes_in_use_are_what_is_left_after_evicting_everything() -> None:
+    """Brute force: leases on a random forest; what a new request would pin counts as well."""
+    for seed in range(60):
+        cache, leases = random_forest(random.Random(seed), 2)
+        path = random.Random(seed).choice([[], *([lease.tip] for lease in leases)])
+        for node in path:
+            path = [node, *cache.tree.ancestors(node)][-2::-1]
+        in_use = cache.in_use_bytes(leases, path)
+        cache.evictor.evict_all()
+        assert cache.memory.used_bytes == in_use
+        fresh = make_chain(numbered(9, 50))
+        lease = cache.open(cache.match(fresh, 9), fresh, 0.0)
+        reservation = cache.reserve(lease, 9, [(4, "message"), (8, "tail")], 0.0)
+        assert reservation is not None
+        cache.confirm(lease, reservation)
+        leases.append(lease)
+        assert cache.in_use_bytes(leases) == cache.memory.used_bytes
+        cache.publish(lease, 9, [8], None, 0.0)
+        assert cache.in_use_bytes(leases) == cache.memory.used_bytes
+        match = cache.match(make_chain(numbered(9, 50)), 9)
+        assert cache.in_use_bytes(leases, match.path[: match.units]) == cache.memory.used_bytes
+
+
+def test_a_path_that_would_be_pinned_counts_before_it_is() -> None:
+    cache = make_cache(geometry=make_geometry(4, 2, 3))
+    grow(cache, numbered(16), [4, 8, 16])
+    match = cache.match(make_chain(numbered(12)), 12)
+    assert match.units == 2
+    assert cache.in_use_bytes([], match.path[:2]) == (2 * 2 + 3) * RECORD_BYTES
+    assert cache.in_use_bytes([], match.path[:0]) == 0
 
 
 def test_the_largest_request_is_bounded_by_model_and_budget() -> None:

@@ -105,6 +105,14 @@ def too_many_pins(h: Harness) -> None:
     node(h, 2).pins += 1
 
 
+def wrong_users(h: Harness) -> None:
+    node(h, 2).num_users += 1
+
+
+def miscounted_units(h: Harness) -> None:
+    h.cache.tree.num_units_in_use += 1
+
+
 def tip_not_in_tree(h: Harness) -> None:
     held = lease(h, 1)
     copy = Node(held.tip.key, held.tip.parent, held.tip.tokens, held.tip.pages, 0.0)
@@ -231,6 +239,8 @@ VIOLATIONS: list[tuple[Callable[[Harness], None], str]] = [
     (extra_child, r"\d+ children but \d+ nodes"),
     (forgotten_root, "root of an unused domain"),
     (too_many_pins, r"should have \d+ pins"),
+    (wrong_users, "counts its users wrongly"),
+    (miscounted_units, r"\d+ units are in use, \d+ are counted"),
     (tip_not_in_tree, "of a lease is not in the tree"),
     (short_table, "is shorter than the published path"),
     (foreign_page, "differs from the published path"),

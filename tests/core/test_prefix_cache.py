@@ -389,6 +389,22 @@ def test_a_lone_request_goes_on_in_place_when_nothing_can_make_room() -> None:
     assert cache.audit([]) == []
 
 
+def test_a_conversation_that_goes_on_in_place_is_still_that_conversation() -> None:
+    """Its checkpoints inherit the turns so far although the one it came from is gone."""
+    cache = make_cache(3)
+    store(cache, numbered(4), 4)
+    chain = make_chain(numbered(8))
+    match = cache.match(chain, 8)
+    lease = cache.open(match, chain, 1.0)
+    reservation = cache.reserve(lease, 8, (), 1.0)
+    assert reservation is not None and reservation.reclaimed_reason == reasons.END
+    cache.confirm(lease, reservation)
+    cache.record_hit(lease, match, 1.0)
+    assert lease.lineage == 1
+    cache.publish(lease, 8, (), reasons.END, 1.0)
+    assert lease.tip.num_hits == 1
+
+
 def test_a_checkpoint_somebody_else_reads_is_never_reclaimed() -> None:
     cache = make_cache(4)
     store(cache, numbered(4), 4)

@@ -25,6 +25,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.nodes: dict[Path, Node] = {}
         self.checkpoints: list[Path] = []
         self.roots: dict[Path, Node] = {}
+        self.pinned: list[Path] = []
 
     def node(self, path: Path) -> Node:
         return self.roots[path] if len(path) == 1 else self.nodes[path]
@@ -67,32 +68,40 @@ class TreeMachine(RuleBasedStateMachine):
         with pytest.raises(ValueError, match="has no checkpoint"):
             self.tree.detach_state(self.nodes[path])
 
+    @precondition(lambda self: self.nodes or self.roots)
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        path = data.draw(st.sampled_from(sorted([*self.roots, *self.nodes])))
+        self.tree.pin(self.node(path))
+        self.pinned.append(path)
+
+    @precondition(lambda self: self.pinned)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        path = self.pinned.pop(data.draw(st.integers(0, len(self.pinned) - 1)))
+        self.tree.unpin(self.node(path))
+
     @precondition(lambda self: self.nodes)
-    @rule(data=st.data(), pinned=st.booleans())
-    def remove(self, data: st.DataObject, pinned: bool) -> None:
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
         path = data.draw(st.sampled_from(sorted(self.nodes)))
         node = self.nodes[path]
-        node.pins = int(pinned)
-        if pinned or self.children(path) or path in self.checkpoints:
+        if path in self.pinned or self.children(path) or path in self.checkpoints:
             with pytest.raises(ValueError, match="cannot be removed"):
                 self.tree.remove_leaf(node)
-            node.pins = 0
             return
         assert self.tree.remove_leaf(node) == [len(path), 7]
         del self.nodes[path]
         root = path[:1]
-        if len(path) == 2 and not self.children(root):
+        if len(path) == 2 and not self.children(root) and root not in self.pinned:
             del self.roots[root]
 
     @precondition(lambda self: self.roots)
-    @rule(data=st.data(), pinned=st.booleans())
-    def forget_root(self, data: st.DataObject, pinned: bool) -> None:
+    @rule(data=st.data())
+    def forget_root(self, data: st.DataObject) -> None:
         path = data.draw(st.sampled_from(sorted(self.roots)))
-        root = self.roots[path]
-        root.pins = int(pinned)
-        self.tree.forget_root(root)
-        root.pins = 0
-        if not pinned and not self.children(path):
+        self.tree.forget_root(self.roots[path])
+        if path not in self.pinned and not self.children(path):
             del self.roots[path]
 
     @rule(path=st.lists(st.integers(0, 2), min_size=1, max_size=6), limit=st.integers(0, 6))
@@ -118,11 +127,15 @@ class TreeMachine(RuleBasedStateMachine):
         assert tree.index == {key_of(p): n for p, n in self.nodes.items()}
         assert tree.roots == {key_of(p): n for p, n in self.roots.items()}
         assert list(tree.state_nodes) == [key_of(p) for p in self.checkpoints], "oldest first"
+        in_use = {p[:length] for p in self.pinned for length in range(2, len(p) + 1)}
+        assert tree.num_units_in_use == len(in_use)
         stranded = {p for p in self.nodes if not self.children(p) and p not in self.checkpoints}
         assert set(tree.stranded) == {key_of(p) for p in stranded}
         for path, node in self.nodes.items():
             prefixes = [path[:length] for length in range(len(path) - 1, 0, -1)]
             assert list(tree.ancestors(node)) == [self.node(p) for p in prefixes]
+            assert node.pins == self.pinned.count(path)
+            assert (node.num_users > 0) == any(p[: len(path)] == path for p in self.pinned)
             below = [len(p) - 1 for p in prefixes if p in self.checkpoints]
             assert tree.position_below(node) == (below[0] if below else 0)
 

@@ -22,6 +22,8 @@ def reuse_class(node: Node, *, is_continued: bool | None = None) -> ReuseClass:
 
 RANKING_LIFE_DIVISOR = 8
 """A ranking of n candidates serves n / 8 evictions before it is made anew."""
+MAX_STALE = 64
+"""Ranked entries beyond twice the number of checkpoints before outdated ones are cleared away."""
 
 
 class Evictor:
@@ -36,7 +38,7 @@ class Evictor:
         self.counters = counters
         self.reuse = ReuseModel()
         self._heap: list[tuple[tuple[bool, float], int, Node, float]] = []
-        self._changed: list[Node] = []
+        self._changed: dict[bytes, Node] = {}
         self._num_ranked = 0
         self._life = 0
 
@@ -66,7 +68,7 @@ class Evictor:
     def reconsider(self, node: Node) -> None:
         """A checkpoint was made, used or let go: it is ranked before the next eviction."""
         if node.states is not None:
-            self._changed.append(node)
+            self._changed[node.key] = node
 
     def evict_all(self) -> None:
         """Free every record that no lease holds."""
@@ -119,17 +121,20 @@ class Evictor:
 
     def _rank_all(self, now: float) -> None:
         self._heap = []
-        self._changed = list(self.tree.state_nodes.values())
+        self._changed = dict(self.tree.state_nodes)
         self._rank_changed(now)
         self._life = max(1, floor_div(len(self._heap), RANKING_LIFE_DIVISOR))
 
     def _rank_changed(self, now: float) -> None:
-        for node in self._changed:
+        if len(self._heap) + len(self._changed) > 2 * len(self.tree.state_nodes) + MAX_STALE:
+            self._heap = []
+            self._changed = dict(self.tree.state_nodes)
+        for node in self._changed.values():
             if node.states is not None and not node.pins:
                 self._num_ranked += 1
                 rank = eviction_rank(self._record(node, now))
                 heappush(self._heap, (rank, self._num_ranked, node, node.last_used))
-        self._changed = []
+        self._changed = {}
 
     def _record(self, node: Node, now: float) -> SegmentRecord:
         below = self.tree.position_below(node)

@@ -65,6 +65,11 @@ def _audit_pins(cache: PrefixCache, leases: Sequence[Lease]) -> list[str]:
     for node in (*cache.tree.index.values(), *cache.tree.roots.values()):
         if node.pins != wanted[id(node)]:
             problems.append(f"{node} should have {wanted[id(node)]} pins")
+        if node.num_users != node.pins + sum(child.num_users > 0 for child in node.children.values()):
+            problems.append(f"{node} counts its users wrongly")
+    num_in_use = sum(node.num_users > 0 for node in cache.tree.index.values())
+    if num_in_use != cache.tree.num_units_in_use:
+        problems.append(f"{num_in_use} units are in use, {cache.tree.num_units_in_use} are counted")
     for lease in leases:
         tip = lease.tip
         known = cache.tree.roots.get(tip.key) if tip.is_root else cache.tree.index.get(tip.key)

@@ -22,11 +22,12 @@ class Lease:
         exports: position -> slots reserved for checkpoints of the plan in flight.
         num_hit_units: units reused at admission.
         decode_nodes: decode checkpoints of this request, oldest first.
+        hit_reason: why the checkpoint existed that this lease started from; "" without one.
         lineage: turns of the conversation this request continues; its checkpoints inherit it.
     """
 
     __slots__ = (
-        "chain", "conversation", "decode_nodes", "exports", "is_caching", "lineage",
+        "chain", "conversation", "decode_nodes", "exports", "hit_reason", "is_caching", "lineage",
         "num_hit_units", "page_tables", "pin_seconds", "replaced", "retention_priority", "running", "tip",
     )  # fmt: skip
 
@@ -41,6 +42,7 @@ class Lease:
         self.decode_nodes: list[Node] = []
         self.is_caching = is_caching
         self.conversation: str | None = None
+        self.hit_reason = ""
         self.lineage = 0
         self.retention_priority = 0
         self.pin_seconds = 0.0

@@ -103,9 +103,11 @@ class PrefixCache:
         is_caching = self.config.enable_prefix_caching and uses_cache
         units = match.units
         tip = match.path[units - 1] if units else self.tree.root(chain.root, now)
-        tip.pins += 1
+        self.tree.pin(tip)
         tables = [[node.pages[g.index] for node in match.path[:units]] for g in self.attention]
-        return Lease(chain, tip, tables, is_caching=is_caching)
+        lease = Lease(chain, tip, tables, is_caching=is_caching)
+        lease.hit_reason = tip.reason
+        return lease
 
     def record_hit(self, lease: Lease, match: Match, now: float) -> None:
         """Count the admission of a request that starts from the tip of `lease`."""
@@ -119,8 +121,9 @@ class PrefixCache:
             return
         tip.last_used = now
         tip.num_hits += 1
-        reuse.created(tip.key, reuse_class(tip, is_continued=True), now)
-        if tip.reason in CONTINUATION_REASONS:
+        if tip.states is not None:
+            reuse.created(tip.key, reuse_class(tip, is_continued=True), now)
+        if lease.hit_reason in CONTINUATION_REASONS:
             lease.lineage = tip.num_hits
 
     def initial_slots(self, lease: Lease) -> list[int]:
@@ -279,8 +282,8 @@ class PrefixCache:
         else:
             self._share_unit(lease, index, node)
         node.conversation = lease.conversation
-        node.pins += 1
-        tip.pins -= 1
+        self.tree.pin(node)
+        self.tree.unpin(tip)
         self.evictor.reconsider(tip)
         lease.tip = node
 
@@ -351,25 +354,26 @@ class PrefixCache:
             for page in table[first_own:]:
                 self.memory.release(pool, page)
         lease.page_tables = [[] for _ in lease.page_tables]
-        lease.tip.pins -= 1
+        self.tree.unpin(lease.tip)
         self.evictor.reconsider(lease.tip)
         if lease.tip.is_root:
             self.tree.forget_root(lease.tip)
 
     def in_use_bytes(self, leases: Iterable[Lease], path: Sequence[Node] = ()) -> int:
-        """Bytes no eviction can free: what `leases` hold, and the nodes of `path`. O(units in use)."""
-        seen = {node.key for node in path}
-        units = len(seen)
-        num_states = 1 if path and path[-1].states is not None else 0
+        """Bytes no eviction can free: what `leases`, which are all in force, hold, and the nodes of
+        `path`. O(leases + units of `path` that are not in use)."""
+        units = self.tree.num_units_in_use
+        for node in reversed(path):
+            if node.num_users:
+                break
+            units += 1
+        tips = {id(path[-1]): path[-1]} if path else {}
+        num_states = 0
         for lease in leases:
-            tip = lease.tip
-            num_states += (lease.running is not None) + (tip.states is not None) + len(lease.exports)
-            units += max(0, lease.num_units - tip.depth)
-            node: Node | None = tip
-            while node is not None and not node.is_root and node.key not in seen:
-                seen.add(node.key)
-                units += 1
-                node = node.parent
+            tips[id(lease.tip)] = lease.tip
+            num_states += (lease.running is not None) + len(lease.exports)
+            units += max(0, lease.num_units - lease.tip.depth)
+        num_states += sum(tip.states is not None for tip in tips.values())
         return units * self.geometry.unit_bytes + num_states * self.geometry.checkpoint_bytes
 
     def node_at(self, chain: KeyChain, position: int) -> Node | None:

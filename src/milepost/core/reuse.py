@@ -125,9 +125,10 @@ class ReuseModel:
     def index(self, reuse_class: ReuseClass, age: float, now: float) -> float:
         """What keeping a checkpoint of this class and age is worth, per time unit it is kept.
 
-        Amortised O(1): the tables are made anew after REFRESH_EVENTS observations.
+        Amortised O(1): the tables are made anew once the observations since are REFRESH_EVENTS and an
+        eighth of those that are waited for.
         """
-        if self._num_new >= REFRESH_EVENTS:
+        if self._num_new >= max(REFRESH_EVENTS, len(self._waiting) >> 3):
             self._num_new = 0
             self._refresh(now)
         table = self._index.get(reuse_class)

@@ -116,7 +116,6 @@ class Scheduler:
             else []
         )  # fmt: skip
         self.waiting.push(request)
-        self._blocked_head = None
         if self._is_caching and request.uses_cache:
             following = self.siblings.register(request)
             if following is not None:

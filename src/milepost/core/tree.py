@@ -19,13 +19,16 @@ class Node:
         pages: per attention group, page id of this unit or NO_RECORD.
         states: per recurrent group, slot of the state at depth * U; None = no checkpoint here.
         reason: why the checkpoint exists ("" without one).
-        pins: leases that stand on this node; it and everything below it cannot be dropped.
+        pins: leases that stand on this node; it and everything below it cannot be dropped. Changed by
+            `PrefixTree.pin` and `unpin` only.
+        num_users: pins, and children with users: whether a lease needs this unit.
         pinned_until: a client asked to give this checkpoint up last until then.
         num_hits: hits on this checkpoint, those of the conversation it continues included.
     """
 
     __slots__ = (
-        "children", "conversation", "created", "depth", "key", "last_used", "num_hits", "pages", "parent",
+        "children", "conversation", "created", "depth", "key", "last_used", "num_hits", "num_users", "pages",
+        "parent",
         "pinned_until", "pins", "reason", "retention_priority", "states", "tokens",
     )  # fmt: skip
 
@@ -39,6 +42,7 @@ class Node:
         self.states: list[int] | None = None
         self.reason = ""
         self.pins = 0
+        self.num_users = 0
         self.last_used = now
         self.created = now
         self.num_hits = 0
@@ -59,7 +63,7 @@ class Node:
 class PrefixTree:
     """Nodes by key, over all domains."""
 
-    __slots__ = ("_num_attention_groups", "index", "roots", "state_nodes", "stranded")
+    __slots__ = ("_num_attention_groups", "index", "num_units_in_use", "roots", "state_nodes", "stranded")
 
     def __init__(self, num_attention_groups: int) -> None:
         self._num_attention_groups = num_attention_groups
@@ -69,6 +73,8 @@ class PrefixTree:
         """Nodes with a checkpoint, oldest first."""
         self.stranded: dict[bytes, Node] = {}
         """Leaves without a checkpoint: nothing can resume from their last pages."""
+        self.num_units_in_use = 0
+        """Units that leases stand on or above: no eviction can free them."""
 
     def __len__(self) -> int:
         return len(self.index)
@@ -100,6 +106,28 @@ class PrefixTree:
         self.stranded[key] = node
         self.stranded.pop(parent.key, None)
         return node
+
+    def pin(self, node: Node) -> None:
+        """A lease stands on `node` now. O(units that nobody used before)."""
+        node.pins += 1
+        current: Node | None = node
+        while current is not None:
+            current.num_users += 1
+            if current.num_users > 1 or current.parent is None:
+                return
+            self.num_units_in_use += 1
+            current = current.parent
+
+    def unpin(self, node: Node) -> None:
+        """Undo one `pin`. O(units that nobody uses any more)."""
+        node.pins -= 1
+        current: Node | None = node
+        while current is not None:
+            current.num_users -= 1
+            if current.num_users or current.parent is None:
+                return
+            self.num_units_in_use -= 1
+            current = current.parent
 
     def attach_state(self, node: Node, states: list[int], reason: str) -> None:
         """Turn `node` into a checkpoint."""
