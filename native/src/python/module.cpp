@@ -23,8 +23,9 @@ struct GroupedRows {
 };
 
 GroupedRows grouped(handle object, const char* name, const Packed& w, int64_t width) {
-  const bool three = w.groups > 1 || nb::cast<int>(object.attr("ndim")) == 3;
-  const Tensor t = Tensor::from(object, name, three ? 3 : 2, kFloats, 1);
+  const Tensor t = Tensor::from(object, name, kAnyDims, kFloats, 1);
+  const bool three = w.groups > 1 || t.ndim == 3;
+  if (t.ndim != (three ? 3 : 2)) bad_value(name, three ? "must be [rows, groups, width]" : "must be [rows, width]");
   if (three) t.check_shape({-1, w.groups, width});
   else t.check_shape({-1, width});
   return {t, t.rows(), three ? t.strides[1] : 0};

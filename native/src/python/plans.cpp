@@ -12,8 +12,9 @@ namespace milepost {
 void PackedWeight::Free::operator()(void* p) const { std::free(p); }
 
 PackedWeight::PackedWeight(nb::handle weight, bool paired) {
-  const bool grouped = nb::cast<int>(weight.attr("ndim")) == 3;
-  const Tensor w = Tensor::from(weight, "weight", grouped ? 3 : 2, kFloats, 0);
+  const Tensor w = Tensor::from(weight, "weight", kAnyDims, kFloats, 0);
+  const bool grouped = w.ndim == 3;
+  if (!grouped && w.ndim != 2) bad_value("weight", "must be [out, in] or [groups, out, in]");
   const int row = grouped ? 1 : 0;
   if (paired && w.shape[size_t(row)] % 2 != 0) bad_value("weight", "gate and up must have the same number of rows");
   packed_.type = w.type();

@@ -64,8 +64,9 @@ void fill(Tensor& t, const DlTensor& d, unsigned dtypes) {
       if (dtypes & bit) wanted += (wanted.empty() ? "" : " or ") + std::string(label);
     throw nb::type_error((std::string(t.name) + ": dtype must be " + wanted).c_str());
   }
+  if (t.ndim == kAnyDims && d.ndim <= Tensor::kMaxDims) t.ndim = d.ndim;
   if (d.ndim != t.ndim)
-    bad_value(t.name, "must have " + std::to_string(t.ndim) + " dimensions, not " + std::to_string(d.ndim));
+    bad_value(t.name, "must have " + (t.ndim == kAnyDims ? "at most " + std::to_string(Tensor::kMaxDims) : std::to_string(t.ndim)) + " dimensions, not " + std::to_string(d.ndim));
   int64_t dense = 1;
   for (int i = t.ndim - 1; i >= 0; i--) {
     t.shape[i] = d.shape[i];

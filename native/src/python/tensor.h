@@ -27,6 +27,7 @@ struct DlTensor {
 };
 
 enum class Dtype { f32, bf16, i64 };
+constexpr int kAnyDims = -1;
 constexpr unsigned kF32 = 1, kBf16 = 2, kI64 = 4, kFloats = kF32 | kBf16;
 
 // A checked view. Borrowed: valid while the Python object lives, which the call guarantees.
@@ -35,7 +36,7 @@ class Tensor {
   static constexpr int kMaxDims = 4;
 
   // Throws TypeError or ValueError that names the argument.
-  // `dtypes`: the kF32 | ... that are accepted. `inner_contiguous`: how many last dimensions must be dense.
+  // `ndim` may be kAnyDims. `dtypes`: the kF32 | ... that are accepted. `inner_contiguous`: how many last dimensions must be dense.
   static Tensor from(nb::handle object, const char* name, int ndim, unsigned dtypes, int inner_contiguous);
 
   const char* name = "";
