@@ -283,11 +283,13 @@ def test_the_shortcut_finds_the_common_prefix_of_ids(name: str, left: list[str],
     chat = RENDERERS[name]
 
     def conversation(contents: list[str]) -> _Conversation:
-        messages = [
-            chat._prepare(user(text) if index % 2 == 0 else assistant(text))
+        template = chat._templates.choose(with_tools=False)
+        given = [
+            user(text) if index % 2 == 0 else assistant(text)
             for index, text in enumerate(["same start", *contents])
         ]
-        return _Conversation(chat._templates.choose(with_tools=False), messages, None, {}, chat)
+        messages = [chat.prepare(message, template) for message in given]
+        return _Conversation(template, given, messages, None, {}, chat)
 
     one, other = conversation(left), conversation(right)
     prompt = one.prompt(True)

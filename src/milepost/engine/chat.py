@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from milepost.engine.markers import Marker
 from milepost.engine.shield import Shield, new_mark
 from milepost.engine.template import ChatTemplate, ChatTemplates
 from milepost.engine.tokenizer import Tokenizer
@@ -36,7 +37,8 @@ Variant = tuple[list[Message], list[Any] | None]
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A prompt and the token positions worth keeping, each with its reason (`history`, `message`)."""
+    """A prompt and the token positions worth keeping, each with its reason (`history`, `message`,
+    `marker`; a position may have a marker beside another reason)."""
 
     token_ids: array[int]
     wanted: list[tuple[int, str]]
@@ -91,8 +93,12 @@ class ChatRenderer:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
         find_boundaries: bool = True,
+        markers: Sequence[Marker] = (),
     ) -> RenderedPrompt:
         """Token ids of a conversation and the positions to keep.
+
+        Args:
+            markers: where the caller wants a checkpoint; looked up together with the other boundaries.
 
         Raises:
             RequestError: no template, or the template refuses the conversation.
@@ -100,21 +106,16 @@ class ChatRenderer:
         if not messages:
             raise RequestError("messages", "must hold at least one message")
         template = self._templates.choose(with_tools=bool(tools))
-        prepared = [self._prepare(message) for message in messages]
-        if not template.knows_developer:
-            # The newer name of the same role; templates that do not know it treat it as anything.
-            for message in prepared:
-                if message["role"] == "developer":
-                    message["role"] = "system"
         conversation = _Conversation(
             template,
-            prepared,
+            messages,
+            [self.prepare(message, template) for message in messages],
             self._shield.value(list(tools)) if tools else None,
             self._shield.value(dict(variables or {})),
             self,
         )
         prompt = conversation.prompt(add_generation_prompt)
-        wanted = conversation.boundaries(prompt) if find_boundaries else []
+        wanted = conversation.boundaries(prompt, markers) if find_boundaries else []
         return RenderedPrompt(prompt.token_ids, wanted)
 
     def encode(self, rendered: str) -> EncodedText:
@@ -132,10 +133,14 @@ class ChatRenderer:
         if text:
             encoded.token_ids.extend(self._tokenizer.encode_array(text.replace(self._mark, "")))
 
-    def _prepare(self, message: Mapping[str, Any]) -> Message:
+    def prepare(self, message: Mapping[str, Any], template: ChatTemplate) -> Message:
+        """A message as the template sees it: control tokens spelled in it are shielded."""
         shield = self._assistant_shield if message.get("role") == "assistant" else self._shield
         prepared: Message = shield.value({key: value for key, value in message.items() if key != "role"})
         prepared["role"] = message["role"]
+        if message["role"] == "developer" and not template.knows_developer:
+            # The newer name of the same role; templates that do not know it treat it as anything.
+            prepared["role"] = "system"
         for call in prepared.get("tool_calls") or ():
             function = call.get("function")
             if isinstance(function, dict) and isinstance(function.get("arguments"), str):
@@ -154,9 +159,15 @@ def _parsed_arguments(arguments: str) -> Any:
 
 @dataclass(slots=True)
 class _Conversation:
-    """One request while its boundaries are being found."""
+    """One request while its boundaries are being found.
+
+    Attributes:
+        given: the messages as the caller wrote them.
+        messages: the same, prepared for the template.
+    """
 
     template: ChatTemplate
+    given: Sequence[Mapping[str, Any]]
     messages: list[Message]
     tools: list[Any] | None
     variables: dict[str, Any]
@@ -170,14 +181,15 @@ class _Conversation:
             messages, tools, add_generation_prompt=add_generation_prompt, variables=self.variables
         )
 
-    def boundaries(self, prompt: EncodedText) -> list[tuple[int, str]]:
-        """Positions in `prompt`, ascending; where two reasons meet, `history` is the one kept."""
+    def boundaries(self, prompt: EncodedText, markers: Sequence[Marker]) -> list[tuple[int, str]]:
+        """Positions in `prompt`, ascending; where `message` and `history` meet, `history` is kept."""
         found: dict[int, str] = {}
         for position in self._message_positions(prompt):
             found[position] = "message"
         for position in self._history_positions(prompt):
             found[position] = "history"
-        return sorted((position, reason) for position, reason in found.items() if position > 0)
+        marked = {(self._marker_position(prompt, marker), "marker") for marker in markers}
+        return sorted((position, reason) for position, reason in {*found.items(), *marked} if position > 0)
 
     def _shared(self, prompt: EncodedText, variants: Sequence[Variant]) -> int:
         """Token ids at the start of `prompt` that every variant shares; 0 if the template refuses one."""
@@ -201,19 +213,23 @@ class _Conversation:
 
     def _history_positions(self, prompt: EncodedText) -> list[int]:
         """What the next user turn and the next tool result will share with this prompt."""
-        user_turns: list[Variant] = []
         tool_turns: list[Variant] = []
         for text in SENTINEL_TEXTS:
-            answer = {"role": "assistant", "content": text}
-            user_turns.append(([*self.messages, answer, {"role": "user", "content": text}], self.tools))
             call = {"id": "call_0", "type": "function", "function": {"name": text, "arguments": {}}}
             calling = {"role": "assistant", "content": "", "tool_calls": [call]}
             result = {"role": "tool", "content": text, "name": text, "tool_call_id": "call_0"}
             tool_turns.append(([*self.messages, calling, result], self.tools))
-        positions = [self._shared(prompt, user_turns)]
+        positions = [self._next_user_turn(prompt)]
         if self.tools or any(message["role"] == "tool" for message in self.messages):
             positions.append(self._shared(prompt, tool_turns))
         return positions
+
+    def _next_user_turn(self, prompt: EncodedText) -> int:
+        turns: list[Variant] = []
+        for text in SENTINEL_TEXTS:
+            answer = {"role": "assistant", "content": text}
+            turns.append(([*self.messages, answer, {"role": "user", "content": text}], self.tools))
+        return self._shared(prompt, turns)
 
     def _message_positions(self, prompt: EncodedText) -> list[int]:
         positions = self._preamble_positions(prompt)
@@ -222,15 +238,43 @@ class _Conversation:
             chosen = [*ends[:FIRST_MESSAGE_BOUNDARIES], *ends[-LAST_MESSAGE_BOUNDARIES:]]
         else:
             chosen = list(ends)
-        for end in chosen:
-            following = self.messages[end]
-            # The prompt itself is one continuation; another that begins differently is enough.
-            begins = str(following.get("content", "")).lstrip()[:1]
-            text = next(text for text in SENTINEL_TEXTS if text[0] != begins)
-            positions.append(
-                self._shared(prompt, [([*self.messages[:end], _with_text(following, text)], self.tools)])
-            )
-        return positions
+        return positions + [self._end_of_messages(prompt, end) for end in chosen]
+
+    def _end_of_messages(self, prompt: EncodedText, num_messages: int) -> int:
+        """What prompts share that have the same first messages; the next one's header included."""
+        following = self.messages[num_messages]
+        # The prompt itself is one continuation; another that begins differently is enough.
+        begins = str(following.get("content", "")).lstrip()[:1]
+        text = next(text for text in SENTINEL_TEXTS if text[0] != begins)
+        changed = [*self.messages[:num_messages], _with_text(following, text)]
+        return self._shared(prompt, [(changed, self.tools)])
+
+    def _marker_position(self, prompt: EncodedText, marker: Marker) -> int:
+        """Token position of a marker; 0 if what it names does not exist here, or is not shown."""
+        if marker.part_of == "tool":
+            return self._end_of_tool(prompt, marker.index)
+        if not 0 <= marker.index < len(self.messages):
+            return 0
+        if marker.num_chars is None:
+            num_messages = marker.index + 1
+            is_last = num_messages == len(self.messages)
+            return self._next_user_turn(prompt) if is_last else self._end_of_messages(prompt, num_messages)
+        message = self.given[marker.index]
+        kept = str(message.get("content") or "")[: marker.num_chars]
+        variants: list[Variant] = []
+        for text in SENTINEL_TEXTS:
+            changed = self.renderer.prepare({**message, "content": kept + text}, self.template)
+            messages = [*self.messages[: marker.index], changed, *self.messages[marker.index + 1 :]]
+            variants.append((messages, self.tools))
+        return self._shared(prompt, variants)
+
+    def _end_of_tool(self, prompt: EncodedText, index: int) -> int:
+        tools = self.tools or []
+        if not 0 <= index < len(tools):
+            return 0
+        # Where this one is the last, another one follows, and the other way round.
+        following = [] if index + 1 < len(tools) else [_sentinel_tool(SENTINEL_TEXTS[0])]
+        return self._shared(prompt, [(self.messages, [*tools[: index + 1], *following])])
 
     def _preamble_positions(self, prompt: EncodedText) -> list[int]:
         """Ends of what stands before the first message's text: declarations of tools, a system prompt

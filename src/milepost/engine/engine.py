@@ -291,6 +291,9 @@ class Engine:
                     domain=request.domain,
                     wanted=request.wanted,
                     conversation=request.conversation,
+                    uses_cache=request.uses_cache,
+                    retention_priority=request.retention_priority,
+                    pin_seconds=request.pin_seconds,
                 )
             )
         except InvariantError:

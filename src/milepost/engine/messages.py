@@ -29,6 +29,9 @@ class GenerationRequest:
         stop: strings that end the answer; `sampling.stop_token_ids` are the ids that do.
         max_tokens: output tokens at most.
         conversation: names a conversation for retention (`prompt_cache_key`).
+        uses_cache: False = computed from its first token, and nothing of it is kept.
+        retention_priority: its checkpoints count 2**priority times as much when room is made.
+        pin_seconds: its `marker` checkpoints are given up last for so long.
         label: how log lines call the request.
     """
 
@@ -42,6 +45,9 @@ class GenerationRequest:
     domain: CacheDomain = field(default_factory=CacheDomain)
     wanted: Sequence[tuple[int, str]] = ()
     conversation: str | None = None
+    uses_cache: bool = True
+    retention_priority: int = 0
+    pin_seconds: float = 0.0
     label: str = ""
 
 

@@ -6,6 +6,7 @@ import random
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -192,6 +193,10 @@ def load_serving_model(
     )
 
 
-def cache_domain(cache_salt: str | None) -> CacheDomain:
-    """The domain of a request: prefixes are shared only where salts are equal."""
-    return CacheDomain(tenant_salt=cache_salt.encode() if cache_salt else b"")
+def cache_domain(cache_salt: str | None, api_key: str | None = None) -> CacheDomain:
+    """The domain of a request: prefixes are shared only where salts, and the keys they came with, are
+    equal. Without a salt nothing separates callers."""
+    if not cache_salt:
+        return CacheDomain()
+    bound_to = blake2b((api_key or "").encode(), digest_size=32).digest()
+    return CacheDomain(tenant_salt=blake2b(cache_salt.encode(), key=bound_to, digest_size=32).digest())

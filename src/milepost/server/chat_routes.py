@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from milepost.core.plan import SampledToken
+from milepost.engine.markers import MarkerList
 from milepost.engine.messages import OutputDelta
 from milepost.engine.params import MAX_LOGPROBS, OutputLimit
 from milepost.engine.serving import ServingModel
@@ -42,7 +43,9 @@ async def chat_completions(request: Request) -> Response:
         limit = OutputLimit(body.max_completion_tokens, "max_completion_tokens", "messages")
     else:
         limit = OutputLimit(body.max_tokens, "max_tokens", "messages")
-    generation = begin(service, body, [prompt], num_logprobs=num_logprobs, limit=limit, label=completion_id)
+    generation = begin(
+        service, request, body, [prompt], num_logprobs=num_logprobs, limit=limit, label=completion_id
+    )
     answer = _ChatCompletion(service.model, body, generation, completion_id)
     await all_accepted(generation.streams)
     if body.stream:
@@ -65,16 +68,19 @@ def _num_logprobs(body: ChatBody) -> int | None:
 def _render(model: ServingModel, body: ChatBody) -> Prompt:
     """Messages to token ids and the positions that later turns will share."""
     uses_tools = (body.model_extra or {}).get("tool_choice") != "none"
+    found = MarkerList()
+    tools = checked_tools(body.tools, found) if uses_tools else None
     rendered = model.chat.render(
-        checked_messages(body.messages),
-        checked_tools(body.tools) if uses_tools else None,
+        checked_messages(body.messages, found),
+        tools,
         add_generation_prompt=body.add_generation_prompt is not False,
         variables=body.chat_template_kwargs,
-        find_boundaries=model.cache.enable_prefix_caching,
+        find_boundaries=model.cache.enable_prefix_caching and body.cache_prompt is not False,
+        markers=found.markers,
     )
     if not rendered.token_ids:
         raise RequestError("messages", "the chat template renders this conversation to nothing")
-    return Prompt(rendered.token_ids, rendered.wanted)
+    return Prompt(rendered.token_ids, rendered.wanted, found.pin_seconds)
 
 
 class _ChatCompletion:

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from milepost.core.plan import SampledToken
+from milepost.engine.markers import DEFAULT_TTL, SECONDS_BY_TTL, checked_breakpoints
 from milepost.engine.params import OutputLimit, checked_token_ids
 from milepost.engine.serving import ServingModel
 from milepost.engine.tokenizer import Tokenizer
@@ -40,9 +41,15 @@ async def completions(request: Request) -> Response:
     if body.echo and body.logprobs is not None:
         raise RequestError("echo", "cannot be combined with `logprobs`: prompts have none on this server")
     prompts = [Prompt(ids) for ids in await asyncio.to_thread(prompt_token_ids, service.model, body)]
+    wanted = checked_breakpoints(body.prompt_cache_breakpoints, [len(p.token_ids) for p in prompts])
+    if wanted:
+        prompts[0].wanted = wanted
+        prompts[0].pin_seconds = SECONDS_BY_TTL[DEFAULT_TTL]
     completion_id = f"cmpl-{uuid.uuid4().hex}"
     limit = OutputLimit(body.max_tokens, default=DEFAULT_MAX_TOKENS)
-    generation = begin(service, body, prompts, num_logprobs=body.logprobs, limit=limit, label=completion_id)
+    generation = begin(
+        service, request, body, prompts, num_logprobs=body.logprobs, limit=limit, label=completion_id
+    )
     answer = _Completion(service.model, body, generation, completion_id)
     await all_accepted(generation.streams)
     if body.stream:

@@ -1,26 +1,30 @@
-"""Checks of `messages` and `tools` before a template sees them."""
+"""Checks of `messages` and `tools` before a template sees them; `cache_control` is taken out of them."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from milepost.engine.markers import Marker, MarkerList
 from milepost.errors import RequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def checked_messages(messages: list[Any] | None) -> list[dict[str, Any]]:
+def checked_messages(messages: list[Any] | None, found: MarkerList) -> list[dict[str, Any]]:
     """Messages as templates expect them: a known role, text content as one string.
+
+    Args:
+        found: gets the markers.
 
     Raises:
         RequestError: names the message and the field.
     """
     if not messages:
         raise RequestError("messages", "must hold at least one message")
-    return [_checked_message(index, message) for index, message in enumerate(messages)]
+    return [_checked_message(index, message, found) for index, message in enumerate(messages)]
 
 
-def _checked_message(index: int, message: Any) -> dict[str, Any]:
+def _checked_message(index: int, message: Any, found: MarkerList) -> dict[str, Any]:
     where = f"messages[{index}]"
     if not isinstance(message, dict):
         raise RequestError(where, "must be an object with `role` and `content`")
@@ -39,11 +43,12 @@ def _checked_message(index: int, message: Any) -> dict[str, Any]:
     content = message.get("content")
     if content is None and not (role == "assistant"):
         raise RequestError(f"{where}.content", "is missing")
-    checked["content"] = _text_of(f"{where}.content", content)
+    checked["content"] = _text_of(f"{where}.content", content, index, found)
+    found.add(f"{where}.cache_control", checked.pop("cache_control", None), Marker("message", index))
     return checked
 
 
-def _text_of(where: str, content: Any) -> str:
+def _text_of(where: str, content: Any, message_index: int, found: MarkerList) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
@@ -62,6 +67,11 @@ def _text_of(where: str, content: Any) -> str:
         if not isinstance(part.get("text"), str):
             raise RequestError(f"{where}[{index}].text", "must be a string")
         texts.append(part["text"])
+        found.add(
+            f"{where}[{index}].cache_control",
+            part.get("cache_control"),
+            Marker("message", message_index, sum(map(len, texts))),
+        )
     return "".join(texts)
 
 
@@ -74,16 +84,27 @@ def _check_tool_calls(where: str, tool_calls: Any) -> None:
             raise RequestError(f"{where}.tool_calls[{index}].function.name", "must be a string")
 
 
-def checked_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+def checked_tools(tools: list[dict[str, Any]] | None, found: MarkerList) -> list[dict[str, Any]] | None:
     """Tool declarations, passed to the template as they are; None if there are none.
+
+    Args:
+        found: gets the markers.
 
     Raises:
         RequestError: not a function with a name.
     """
+    checked = []
     for index, tool in enumerate(tools or ()):
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, dict):
             raise RequestError(f"tools[{index}].type", "only tools of type `function` are supported")
         if not isinstance(function.get("name"), str) or not function["name"]:
             raise RequestError(f"tools[{index}].function.name", "must be a non-empty string")
-    return tools or None
+        shown = {key: value for key, value in tool.items() if key != "cache_control"}
+        found.add(f"tools[{index}].cache_control", tool.get("cache_control"), Marker("tool", index))
+        if "cache_control" in function:
+            shown["function"] = {key: value for key, value in function.items() if key != "cache_control"}
+            where = f"tools[{index}].function.cache_control"
+            found.add(where, function["cache_control"], Marker("tool", index))
+        checked.append(shown)
+    return checked or None

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.requests import Request
+
 from milepost.engine.aio import AnswerStream, AsyncEngine
 from milepost.engine.messages import GenerationRequest, OutputDelta, ReuseExplanation
 from milepost.engine.params import (
@@ -32,10 +34,11 @@ class Service:
 
 @dataclass(slots=True)
 class Prompt:
-    """Token ids, and the positions worth keeping."""
+    """Token ids, and the positions worth keeping; `marker` ones are given up last for `pin_seconds`."""
 
     token_ids: array[int]
     wanted: list[tuple[int, str]] = field(default_factory=list)
+    pin_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -128,8 +131,15 @@ def check_model(service: Service, name: str | None) -> None:
     )
 
 
+def api_key(request: Request) -> str | None:
+    """The key a client sent, if any; it is not checked, it only keeps salts of clients apart."""
+    kind, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() or None if kind.lower() == "bearer" else None
+
+
 def begin(
     service: Service,
+    request: Request,
     body: Body,
     prompts: Sequence[Prompt],
     *,
@@ -147,7 +157,7 @@ def begin(
     stop = checked_stop(body.stop)
     options = body.sampling_options(num_logprobs)
     seed = model.seeds.next() if body.seed is None else body.seed
-    domain = cache_domain(body.cache_salt)
+    domain = cache_domain(body.cache_salt, api_key(request))
     requests: list[GenerationRequest] = []
     choices: list[Choice] = []
     for prompt_index, prompt in enumerate(prompts):
@@ -175,6 +185,9 @@ def begin(
                     domain=domain,
                     wanted=prompt.wanted,
                     conversation=body.prompt_cache_key,
+                    uses_cache=body.cache_prompt is not False,
+                    retention_priority=body.cache_priority or 0,
+                    pin_seconds=prompt.pin_seconds,
                     label=label if len(prompts) * n == 1 else f"{label}/{index}",
                 )
             )

@@ -57,6 +57,9 @@ HARMLESS = frozenset(
 """Fields of other servers that may be ignored in silence."""
 
 MAX_CACHE_SALT_CHARS = 128
+MAX_CACHE_KEY_CHARS = 512
+MAX_CACHE_PRIORITY = 4
+"""A step doubles what a checkpoint is worth, so this is a factor of 16 either way."""
 _warned: set[str] = set()
 
 
@@ -95,6 +98,8 @@ class Body(BaseModel):
     priority: int | None = None
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
+    cache_prompt: bool | None = None
+    cache_priority: int | None = None
 
     def check_extras(self) -> None:
         """Refuse what would change the answer and is not implemented.
@@ -117,6 +122,13 @@ class Body(BaseModel):
             raise RequestError("stream_options", "is only allowed together with `stream: true`")
         if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= MAX_CACHE_SALT_CHARS:
             raise RequestError("cache_salt", f"must have between 1 and {MAX_CACHE_SALT_CHARS} characters")
+        if self.prompt_cache_key is not None and len(self.prompt_cache_key) > MAX_CACHE_KEY_CHARS:
+            raise RequestError("prompt_cache_key", f"must have at most {MAX_CACHE_KEY_CHARS} characters")
+        if self.cache_priority is not None and abs(self.cache_priority) > MAX_CACHE_PRIORITY:
+            raise RequestError(
+                "cache_priority",
+                f"must be between -{MAX_CACHE_PRIORITY} and {MAX_CACHE_PRIORITY}, not {self.cache_priority}",
+            )
         if self.priority is not None and not -(1 << 31) <= self.priority < 1 << 31:
             raise RequestError("priority", "must be a 32-bit integer; lower values run first")
 
@@ -147,6 +159,7 @@ class CompletionBody(Body):
     logprobs: int | None = None
     parse_special: bool | None = None
     add_special_tokens: bool | None = None
+    prompt_cache_breakpoints: list[int] | None = None
 
 
 class ChatBody(Body):
@@ -159,6 +172,16 @@ class ChatBody(Body):
     max_completion_tokens: int | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def check_extras(self) -> None:
+        if (self.model_extra or {}).get("prompt_cache_breakpoints") is not None:
+            raise RequestError(
+                "prompt_cache_breakpoints",
+                "token positions are for /v1/completions; in a conversation put `cache_control` on messages, "
+                "content parts or tools",
+                code="unsupported_field",
+            )
+        super().check_extras()
 
 
 class TokenizeBody(BaseModel):

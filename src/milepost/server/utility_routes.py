@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from milepost import __version__
+from milepost.engine.markers import MarkerList
 from milepost.engine.messages import EngineStopped
 from milepost.engine.params import checked_token_ids
 from milepost.engine.serving import ServingModel
@@ -96,8 +97,8 @@ def _tokenized(model: ServingModel, body: TokenizeBody) -> list[int]:
             body.prompt, add_special_tokens=body.add_special_tokens, parse_special=body.parse_special
         )
     rendered = model.chat.render(
-        checked_messages(body.messages),
-        checked_tools(body.tools),
+        checked_messages(body.messages, MarkerList()),
+        checked_tools(body.tools, MarkerList()),
         add_generation_prompt=body.add_generation_prompt,
         variables=body.chat_template_kwargs,
         find_boundaries=False,
