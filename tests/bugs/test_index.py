@@ -1,4 +1,4 @@
-"""Every reported fault has a test here or an owner: nothing is forgotten, nothing is listed that is not there."""
+"""Every reported fault has a test here or an owner, and every test that is listed exists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = HERE.parent.parent
 OWNERS = frozenset({"speculation", "tiers", "distribution"})
 
 
-def tests_of(path: Path) -> set[str]:
+def functions_of(path: Path) -> set[str]:
     """Names of the test functions of one file, without importing it."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     return {
@@ -44,7 +44,7 @@ def problems(ids: list[str], index: dict[str, Any], root: Path) -> Iterator[str]
             file, _, function = test.partition("::")
             if not (root / file).is_file():
                 yield f"{name}: there is no file {file}"
-            elif function not in tests_of(root / file):
+            elif function not in functions_of(root / file):
                 yield f"{name}: {file} has no test {function}"
 
 
@@ -66,7 +66,7 @@ def test_every_scenario_of_this_folder_is_mapped() -> None:
         f"tests/bugs/{path.name}::{name}"
         for path in sorted(HERE.glob("test_*.py"))
         if path.name != Path(__file__).name
-        for name in tests_of(path)
+        for name in functions_of(path)
     }
     assert here - mapped == set()
 
