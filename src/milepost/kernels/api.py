@@ -50,6 +50,7 @@ class Kernels:
 
     Attributes:
         choices: one per operation, in the order of the attributes.
+        numerics: names the roundings behind every result; a stored state is only valid under the same.
     """
 
     pack_linear: Callable[..., Any]
@@ -66,6 +67,7 @@ class Kernels:
     kda_mixer: Callable[..., torch.Tensor]
     moe: Callable[..., torch.Tensor]
     choices: tuple[KernelChoice, ...]
+    numerics: str
 
     @property
     def implementation(self) -> str:
@@ -74,7 +76,9 @@ class Kernels:
         return names.pop() if len(names) == 1 else "mixed"
 
 
-OPERATIONS: tuple[str, ...] = tuple(field.name for field in fields(Kernels) if field.name != "choices")
+OPERATIONS: tuple[str, ...] = tuple(
+    field.name for field in fields(Kernels) if field.name not in ("choices", "numerics")
+)
 
 
 def select_kernels(implementation: str = "auto") -> Kernels:
@@ -89,15 +93,22 @@ def select_kernels(implementation: str = "auto") -> Kernels:
     if implementation not in ("auto", REFERENCE, NATIVE):
         raise ConfigError("kernels", f"{implementation!r} is unknown; use auto, {NATIVE} or {REFERENCE}")
     if implementation == REFERENCE:
-        return _kernels(reference_layers, REFERENCE, "asked for")
+        return _kernels(reference_layers, REFERENCE, "asked for", _reference_numerics())
     library = native_library()
     if library.module is not None:
-        return _kernels(NativeOperations(library.module), NATIVE, library.reason)
+        numerics = library.module.numerics_id()
+        return _kernels(NativeOperations(library.module), NATIVE, library.reason, numerics)
     if implementation == NATIVE:
         raise ConfigError("kernels", library.reason)
-    return _kernels(reference_layers, REFERENCE, library.reason)
+    return _kernels(reference_layers, REFERENCE, library.reason, _reference_numerics())
 
 
-def _kernels(source: Any, implementation: str, reason: str) -> Kernels:
+def _reference_numerics() -> str:
+    # torch chooses its code by version and CPU; both decide roundings.
+    return f"torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
+
+
+def _kernels(source: Any, implementation: str, reason: str, numerics: str) -> Kernels:
     choices = tuple(KernelChoice(name, implementation, reason) for name in OPERATIONS)
-    return Kernels(**{name: getattr(source, name) for name in OPERATIONS}, choices=choices)
+    operations = {name: getattr(source, name) for name in OPERATIONS}
+    return Kernels(**operations, choices=choices, numerics=numerics)
