@@ -162,9 +162,11 @@ def write_checkpoint(
     """
     config = config or tiny_config()
     tensors = tensors if tensors is not None else random_tensors(config, seed)
-    if config.get("dtype") == "bfloat16":
+    if config.get("text_config", config).get("dtype") == "bfloat16":
         tensors = {
-            name: tensor if name.endswith(FP32_SUFFIXES) else tensor.bfloat16()
+            name: tensor
+            if name.endswith(FP32_SUFFIXES) or not tensor.is_floating_point()
+            else tensor.bfloat16()
             for name, tensor in tensors.items()
         }
     directory.mkdir(parents=True, exist_ok=True)

@@ -14,8 +14,6 @@ import torch.nn.functional as F
 
 from milepost.kernels.reference import ExpertWeights
 
-MXFP4_GROUP = 32
-"""Values that share a scale."""
 _MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E8M0_BIAS = 127
 
@@ -77,7 +75,7 @@ class Mxfp4Weight:
         """[out, in]; exact in fp32, and in bf16 (a value has two significant bits)."""
         table = torch.tensor(_MXFP4_VALUES + tuple(-value for value in _MXFP4_VALUES))
         nibbles = torch.stack([self.packed & 0xF, self.packed >> 4], dim=-1).flatten(1)
-        values = table[nibbles.int()].view(*self.scales.shape, MXFP4_GROUP)
+        values = table[nibbles.int()].view(*self.scales.shape, -1)
         exponents = self.scales.int().unsqueeze(-1) - _E8M0_BIAS
         return torch.ldexp(values, exponents).flatten(1).to(dtype)
 

@@ -32,6 +32,7 @@ def parse_config(config: ConfigReader) -> DecoderSpec:
     """
     config.must_equal("hidden_act", "silu", "other activations belong to other families")
     config.must_equal("mla_use_output_gate", False, "gated attention output belongs to kimi_k3")
+    config.must_equal("num_nextn_predict_layers", 0, "draft layers are not loaded")
     for key in ("attn_res_block_size", "routed_expert_hidden_size", "quantization_config"):
         if config.has(key):
             raise ConfigError(config.field(key), "is not supported for model_type kimi_linear")
@@ -67,7 +68,6 @@ def refuse_unknown_routing(config: ConfigReader) -> None:
     config.must_equal("moe_router_activation_func", "sigmoid", "the router scores are sigmoids")
     config.must_equal("num_expert_group", 1, "group-limited routing is not implemented")
     config.must_equal("topk_group", 1, "group-limited routing is not implemented")
-    config.must_equal("num_nextn_predict_layers", 0, "draft layers are not loaded")
     config.must_equal("attention_bias", False, "the published projections have no bias")
 
 
@@ -118,6 +118,7 @@ def _layer_mlps(config: ConfigReader, num_layers: int, moe: MoeSpec | None) -> l
 
 
 def read_kda(config: ConfigReader) -> KdaSpec:
+    """Sizes and gates of the linear-attention layers."""
     section = config.section("linear_attn_config")
     bound = section.number("gate_lower_bound") if section.has("gate_lower_bound") else None
     if bound is not None and not -5.0 <= bound < 0.0:
@@ -133,6 +134,7 @@ def read_kda(config: ConfigReader) -> KdaSpec:
 
 
 def read_mla(config: ConfigReader) -> MlaSpec:
+    """Sizes of the attention layers; the latent norms' epsilon may be given as `mla_latent_norm_eps`."""
     num_heads = config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
     if num_kv_heads != num_heads:
@@ -146,10 +148,13 @@ def read_mla(config: ConfigReader) -> MlaSpec:
         qk_nope_head_dim=config.integer("qk_nope_head_dim"),
         qk_rope_head_dim=config.integer("qk_rope_head_dim"),
         v_head_dim=config.integer("v_head_dim"),
+        latent_norm_eps=config.positive_number("mla_latent_norm_eps", 1e-6),
+        output_gate=config.boolean("mla_use_output_gate", False),
     )
 
 
 def read_moe(config: ConfigReader) -> MoeSpec | None:
+    """The expert layers with the parts both families have; None without experts."""
     num_experts = config.integer("num_experts", 0, minimum=0)
     if num_experts == 0:
         return None

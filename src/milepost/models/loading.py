@@ -17,7 +17,7 @@ from milepost.models.layout import CacheLayout, cache_layout
 from milepost.models.specs import DecoderSpec
 from milepost.models.weights import Progress, WeightReader
 
-_LOG = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _MAX_NAMED = 5
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -104,8 +104,8 @@ def _log_unused(names: Sequence[str], skipped: Sequence[str]) -> None:
     known = Counter(prefix for prefix in groups if prefix)
     if known:
         parts = ", ".join(f"{prefix}* ({count} tensors)" for prefix, count in sorted(known.items()))
-        _LOG.info("not loaded: %s", parts)
+        log.info("not loaded: %s", parts)
     unknown = [name for name, prefix in zip(names, groups, strict=True) if not prefix]
     if unknown:
         more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
-        _LOG.warning("tensors without a use: %s%s", ", ".join(unknown[:_MAX_NAMED]), more)
+        log.warning("tensors without a use: %s%s", ", ".join(unknown[:_MAX_NAMED]), more)

@@ -7,7 +7,6 @@ import torch
 from milepost.kernels.api import MoeParams
 from milepost.kernels.reference import route
 from milepost.kernels.reference_experts import (
-    MXFP4_GROUP,
     Expert,
     GluActivation,
     Mxfp4Expert,
@@ -17,7 +16,7 @@ from milepost.kernels.reference_experts import (
     softmax_route,
 )
 from milepost.models.layers import DenseMlp, Loader, RmsNorm
-from milepost.models.specs import MoeSpec, SituSpec
+from milepost.models.specs import MXFP4_GROUP, MoeSpec, SituSpec
 
 
 def moe_mlp(loader: Loader, hidden_size: int, spec: MoeSpec, situ: SituSpec | None) -> MoeMlp | RoutedMlp:
@@ -70,7 +69,7 @@ class RoutedMlp:
         self._bias: torch.Tensor | None = None
         if spec.router == "sigmoid":
             self._bias = gate.tensor_fp32("e_score_correction_bias", spec.num_experts)
-        self._activation = activation(situ)
+        self._activation = GluActivation() if situ is None else GluActivation(situ.beta, situ.linear_beta)
         self._down = self._up = self._latent_norm = None
         width = hidden_size
         if spec.latent is not None:
@@ -121,11 +120,6 @@ class RoutedMlp:
         # One output: a product and a sum per row, the same whoever else is in the step.
         gate = (x.float() * self._shared_gate.float()).sum(-1, keepdim=True)
         return torch.sigmoid(gate) * shared.float()
-
-
-def activation(situ: SituSpec | None) -> GluActivation:
-    """The operation for a family's activation."""
-    return GluActivation() if situ is None else GluActivation(situ.beta, situ.linear_beta)
 
 
 def _shared(loader: Loader, hidden_size: int, spec: MoeSpec, situ: SituSpec | None) -> DenseMlp | None:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from milepost.errors import ConfigError
-from milepost.models import kimi_linear, qwen
+from milepost.models import kimi_k3, kimi_linear, qwen
 from milepost.models.config_reader import ConfigReader
 from milepost.models.specs import DecoderSpec
 
 PARSERS: Mapping[str, Callable[[ConfigReader], DecoderSpec]] = {
     kimi_linear.MODEL_TYPE: kimi_linear.parse_config,
+    kimi_k3.MODEL_TYPE: kimi_k3.parse_config,
     qwen.NEXT_MODEL_TYPE: qwen.parse_next,
     **dict.fromkeys(qwen.DENSE_MODEL_TYPES, qwen.parse_dense),
     **dict.fromkeys(qwen.MOE_MODEL_TYPES, qwen.parse_moe),

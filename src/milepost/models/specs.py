@@ -12,6 +12,9 @@ Router = Literal["sigmoid", "softmax"]
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "uint8": 1}
 """Bytes of one element of a dtype, by its name."""
 
+MXFP4_GROUP = 32
+"""4-bit floats that share a scale."""
+
 COMPUTE_DTYPES = ("float32", "bfloat16")
 """Dtypes in which a decoder can run (weights, activations, KV cache, convolution tail)."""
 

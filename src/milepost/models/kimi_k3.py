@@ -1,0 +1,104 @@
+"""`kimi_k3`, text part: reads the published config of Kimi K3 into a `DecoderSpec`. No torch.
+
+Differences to Kimi-Linear: sigmoid decay gate with a lower bound, full-rank output gates in both
+mixers, SiTU activation, experts in a latent space, residuals over depth, packed 4-bit experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from milepost.errors import ConfigError
+from milepost.models.config_reader import ConfigReader
+from milepost.models.family_config import common_fields, text_section
+from milepost.models.kimi_linear import (
+    layer_mixers,
+    layer_specs,
+    read_kda,
+    read_mla,
+    read_moe,
+    refuse_unknown_routing,
+)
+from milepost.models.specs import MXFP4_GROUP, DecoderSpec, LatentSpec, MoeSpec, SituSpec
+
+MODEL_TYPE = "kimi_k3"
+VISION_PREFIXES = ("vision_tower.", "mm_projector.", "vision_model.", "multi_modal_projector.")
+MXFP4_FORMAT = "mxfp4-pack-quantized"
+_NORM_EPS = 1e-5
+
+
+def parse_config(config: ConfigReader) -> DecoderSpec:
+    """The text decoder that `config.json` describes, under `text_config` or at the top.
+
+    Raises:
+        ConfigError: a key is missing, has the wrong type or asks for something that is not
+            implemented; names the key.
+    """
+    text = text_section(config)
+    refuse_unknown_routing(text)
+    mixers = layer_mixers(text)
+    moe = _moe(text)
+    kda = read_kda(text) if "kda" in mixers else None
+    num_drafts = text.integer("num_nextn_predict_layers", 0, minimum=0)
+    drafts = (
+        f"{prefix}layers.{len(mixers) + number}."
+        for prefix in ("language_model.model.", "model.")
+        for number in range(num_drafts)
+    )
+    return DecoderSpec(
+        model_type=MODEL_TYPE,
+        intermediate_size=text.integer("intermediate_size"),
+        layers=layer_specs(text, mixers, moe),
+        kda=None if kda is None else dataclasses.replace(kda, padded_decay_log=True),
+        mla=read_mla(text) if "mla" in mixers else None,
+        moe=moe,
+        situ=_situ(text),
+        attn_res_block_layers=text.optional_integer("attn_res_block_size"),
+        skipped=(*VISION_PREFIXES, *drafts),
+        **common_fields(text, norm_eps=_NORM_EPS),
+    )
+
+
+def _situ(config: ConfigReader) -> SituSpec | None:
+    name = config.text("hidden_act")
+    if name == "silu":
+        return None
+    if name != "situ":
+        raise ConfigError(config.field("hidden_act"), f"{name!r} is not supported; use 'situ' or 'silu'")
+    linear_key = "activation_situ_linear_beta"
+    return SituSpec(
+        beta=config.positive_number("activation_situ_beta", 1.0),
+        linear_beta=config.positive_number(linear_key) if config.has(linear_key) else None,
+    )
+
+
+def _moe(config: ConfigReader) -> MoeSpec | None:
+    moe = read_moe(config)
+    if moe is None:
+        return None
+    latent = None
+    if config.has("routed_expert_hidden_size"):
+        with_norm = config.boolean("latent_moe_use_norm", False)
+        norm_eps = config.positive_number("rms_norm_eps", _NORM_EPS) if with_norm else None
+        latent = LatentSpec(config.integer("routed_expert_hidden_size"), norm_eps)
+    packed = _is_packed(config)
+    if packed:
+        width = config.integer("hidden_size") if latent is None else latent.width
+        for size in (width, moe.expert_intermediate_size):
+            if size % MXFP4_GROUP:
+                raise ConfigError(
+                    config.field("quantization_config"),
+                    f"packs groups of {MXFP4_GROUP} values, but experts have {size} inputs",
+                )
+    return dataclasses.replace(moe, latent=latent, packed_mxfp4=packed)
+
+
+def _is_packed(config: ConfigReader) -> bool:
+    """Whether the routed experts may be stored as 4-bit floats."""
+    if not config.has("quantization_config"):
+        return False
+    section = config.section("quantization_config")
+    name = section.text("format")
+    if name != MXFP4_FORMAT:
+        raise ConfigError(section.field("format"), f"{name!r} is not supported; only {MXFP4_FORMAT!r} is")
+    return True
