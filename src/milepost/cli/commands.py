@@ -214,7 +214,7 @@ def sim(
         str,
         typer.Option(
             "--policies",
-            help="Separated by commas: milepost, milepost-lru (its states, LRU), lru, optimal, align.",
+            help="Any of milepost, milepost-lru, lru, optimal, clairvoyant, align; with commas.",
         ),
     ] = "milepost,lru,optimal",
     prefix_match_unit: Annotated[

@@ -18,13 +18,19 @@ from milepost.sim.generate import WORKLOADS, generate
 from milepost.sim.geometries import ModelShape, named_shape
 from milepost.sim.plot import svg
 from milepost.sim.policies.align import AlignPolicy
-from milepost.sim.policies.replays import align_config, align_num_blocks, replay_align, replay_blocks
+from milepost.sim.policies.replays import (
+    align_config,
+    align_num_blocks,
+    replay_align,
+    replay_blocks,
+    replay_clairvoyant,
+)
 from milepost.sim.replay import ReplayOptions, ReplayRequest, ReplayResult, from_trace, replay
 from milepost.sim.report import GIB, Report, as_json, table
 from milepost.sim.swarm import Swarm
 from milepost.sim.trace import TRACE_BLOCK_TOKENS, read_trace
 
-POLICIES = ("milepost", "milepost-lru", "lru", "optimal", "align")
+POLICIES = ("milepost", "milepost-lru", "lru", "optimal", "clairvoyant", "align")
 WORKLOAD_MATCH_UNIT = 32
 SWARM_ACTIONS = 400
 TRACE_NOTE = (
@@ -33,6 +39,10 @@ TRACE_NOTE = (
 )
 STATELESS_NOTE = "lru and optimal keep KV blocks only: states cost them nothing, which no engine can have"
 ALIGN_NOTE = "align: upstream's rules as modelled in milepost.sim.policies; a state costs it one block"
+CLAIRVOYANT_NOTE = (
+    "clairvoyant: knows the future, pays for its states, is made for the second half only; "
+    "no policy reuses more there than"
+)
 INSTANT_NOTE = (
     "requests are served one after the other in no time; set --tokens-per-second for queues and TTFT"
 )
@@ -72,15 +82,24 @@ def run_replays(options: SimOptions, console: Console, status: Console) -> None:
     unit = options.match_unit or (TRACE_BLOCK_TOKENS if is_trace else WORKLOAD_MATCH_UNIT)
     requests = _requests(options)
     results: list[ReplayResult] = []
+    limits: list[str] = []
     with _progress(status) as begin:
         for cache_bytes in options.budgets:
             for policy in options.policies:
                 on_progress = begin(f"{policy}, {cache_bytes / GIB:g} GiB", len(requests))
-                results.append(_replay(policy, requests, shape, unit, cache_bytes, options, on_progress))
+                if policy == "clairvoyant":
+                    result, limit = replay_clairvoyant(
+                        requests, shape, unit, cache_bytes, _scaled(on_progress, len(requests))
+                    )
+                    limits.append(f"{100 * limit:.1f} % at {cache_bytes / GIB:g} GiB")
+                else:
+                    result = _replay(policy, requests, shape, unit, cache_bytes, options, on_progress)
+                results.append(result)
     source = options.trace.name if options.trace is not None else f"{options.workload}, seed {options.seed}"
     notes = [TRACE_NOTE] if is_trace else []
     notes += [STATELESS_NOTE] if {"lru", "optimal"} & set(options.policies) else []
     notes += [ALIGN_NOTE] if "align" in options.policies else []
+    notes += [f"{CLAIRVOYANT_NOTE} {', '.join(limits)}"] if limits else []
     notes += [INSTANT_NOTE] if options.tokens_per_second is None else []
     title = f"{source}: {len(requests)} requests, {options.geometry}, match unit {unit}"
     report = Report(title, tuple(notes), tuple(results))
@@ -134,6 +153,11 @@ def run_swarm(seed: int, num_actions: int, console: Console, status: Console) ->
             seed += 1
             on_progress(min(done, num_actions), num_actions)
     console.print(f"{done} actions in {seed - first} worlds (seeds {first} to {seed - 1}), no finding")
+
+
+def _scaled(on_progress: Callable[[int, int], None], total: int) -> Callable[[int, int], None]:
+    """Progress in rounds, shown on a bar made for `total` requests."""
+    return lambda done, of: on_progress(total * done // of, total)
 
 
 def _requests(options: SimOptions) -> list[ReplayRequest]:

@@ -55,7 +55,9 @@ def compare(
     largest = max(geometry.request_bytes(r.num_prompt_tokens + r.num_output_tokens + 1) for r in requests)
     working_bytes = replay(requests, geometry, UNBOUNDED_BYTES, options).peak_committed_bytes
     block_tokens = align_block_tokens(shape, match_unit)
-    smallest_pool = 4 + max(ceil_div(r.num_prompt_tokens + r.num_output_tokens, block_tokens) for r in requests)
+    smallest_pool = 4 + max(
+        ceil_div(r.num_prompt_tokens + r.num_output_tokens, block_tokens) for r in requests
+    )
     working_blocks = _align_working_blocks(requests, shape, match_unit, step_tokens)
     comparisons = []
     for number, share in enumerate(shares):
@@ -77,7 +79,9 @@ def _compared(
 ) -> Comparison:
     below = [
         (request.label, mine, yours)
-        for request, mine, yours in zip(requests, ours.num_cached_tokens, theirs.num_cached_tokens, strict=True)
+        for request, mine, yours in zip(
+            requests, ours.num_cached_tokens, theirs.num_cached_tokens, strict=True
+        )
         if mine < yours
     ]
     total = sum(request.num_prompt_tokens for request in requests)

@@ -55,6 +55,24 @@ def reuse_options(requests: Sequence[tuple[int, Sequence[int]]], block_tokens: i
     return options
 
 
+@dataclass(frozen=True, slots=True)
+class ReuseBound:
+    """Tokens that can be reused, from both sides.
+
+    Attributes:
+        upper: no policy reuses more.
+        per_request: what a schedule reuses that knows the future and keeps to the budget at every step.
+    """
+
+    upper: float
+    per_request: list[int]
+
+    @property
+    def reached(self) -> int:
+        """Tokens the schedule reuses in all."""
+        return sum(self.per_request)
+
+
 def reuse_bound(
     requests: Sequence[tuple[int, Sequence[int]]],
     block_tokens: int,
@@ -65,8 +83,8 @@ def reuse_bound(
     measured_from: int = 0,
     num_rounds: int = 150,
     on_progress: Callable[[int, int], None] | None = None,
-) -> float:
-    """Upper bound of the tokens that requests from `measured_from` on can reuse, of any policy.
+) -> ReuseBound:
+    """Bounds of the tokens that requests from `measured_from` on can reuse.
 
     Args:
         num_rounds: rounds of the price search; more make the bound tighter, never wrong.
@@ -75,11 +93,11 @@ def reuse_bound(
     steps = len(requests)
     search = _Prices(options, steps, block_tokens, page_bytes, state_bytes, cache_bytes)
     best = search.best_uniform()
-    scale = search.price
-    prices = [scale] * steps
+    prices = best_prices = [search.price] * steps
     for number in range(num_rounds):
         bound, slack = search.evaluate(prices)
-        best = min(best, bound)
+        if bound < best:
+            best, best_prices = bound, prices
         norm = sum(value * value for value in slack)
         if norm == 0.0:
             break
@@ -88,7 +106,7 @@ def reuse_bound(
         prices = [max(0.0, price - step * value) for price, value in zip(prices, slack, strict=True)]
         if on_progress is not None:
             on_progress(number + 1, num_rounds)
-    return best
+    return ReuseBound(best, search.schedule(best_prices))
 
 
 class _Prices:
@@ -132,9 +150,7 @@ class _Prices:
 
     def evaluate(self, prices: Sequence[float]) -> tuple[float, list[float]]:
         """(bound, free share of the budget at every step under each request's best choice)."""
-        total = [0.0]
-        for price in prices:
-            total.append(total[-1] + price)
+        total = _running_sums(prices)
         change = [0.0] * (self.steps + 1)
         bound = total[-1]
         page, state, tokens = self.page, self.state, self.block_tokens
@@ -160,3 +176,62 @@ class _Prices:
             used += change[index]
             slack.append(1.0 - used)
         return bound, slack
+
+    def schedule(self, prices: Sequence[float]) -> list[int]:
+        """Keep what pays best at these prices as long as it fits at every step; tokens per request."""
+        total = _running_sums(prices)
+        ranked: list[tuple[float, int, int]] = []
+        for number, option in enumerate(self.options):
+            now, paid = total[option.request], 0.0
+            for units, since in enumerate(option.last_used, start=1):
+                held = now - total[since + 1]
+                paid += self.page * held
+                gain = units * self.block_tokens
+                ranked.append(((paid + self.state * held) / gain, number, units))
+        ranked.sort()
+        used = [0.0] * self.steps
+        chosen: dict[int, int] = {}
+        for _, number, units in ranked:
+            option = self.options[number]
+            before = chosen.get(number, 0)
+            if units <= before:
+                continue
+            self._occupy(used, option, before, -1.0)
+            if self._fits(used, option, units):
+                chosen[number] = units
+                self._occupy(used, option, units, 1.0)
+            else:
+                self._occupy(used, option, before, 1.0)
+        reused = [0] * self.steps
+        for number, units in chosen.items():
+            reused[self.options[number].request] = units * self.block_tokens
+        return reused
+
+    def _spans(self, option: ReuseOption, units: int) -> list[tuple[int, int, float]]:
+        """(first step, end step, share of the budget) of what reusing `units` holds, disjoint spans."""
+        spans: list[tuple[int, int, float]] = []
+        end = option.request
+        share = self.page * units + self.state
+        for since in option.last_used[:units]:
+            start = min(since + 1, end)
+            if start < end:
+                spans.append((start, end, share))
+                end = start
+            share -= self.page
+        return spans
+
+    def _fits(self, used: Sequence[float], option: ReuseOption, units: int) -> bool:
+        return all(
+            max(used[start:end]) + share <= 1.0 + 1e-12 for start, end, share in self._spans(option, units)
+        )
+
+    def _occupy(self, used: list[float], option: ReuseOption, units: int, sign: float) -> None:
+        for start, end, share in self._spans(option, units) if units else ():
+            used[start:end] = [value + sign * share for value in used[start:end]]
+
+
+def _running_sums(prices: Sequence[float]) -> list[float]:
+    total = [0.0]
+    for price in prices:
+        total.append(total[-1] + price)
+    return total

@@ -10,6 +10,7 @@ from milepost.core.units import ceil_div, ceil_to, floor_div
 from milepost.sim.geometries import ModelShape
 from milepost.sim.policies.align import WAIT, AlignConfig, AlignPolicy
 from milepost.sim.policies.blocks import replay_lru, replay_optimal
+from milepost.sim.policies.bound import reuse_bound
 from milepost.sim.replay import ReplayRequest, ReplayResult
 
 Progress = Callable[[int, int], None] | None
@@ -45,6 +46,32 @@ def replay_blocks(
     result = ReplayResult(policy, cache_bytes, prompts, run.num_hit_tokens)
     result.num_computed_tokens = sum(prompts) - sum(run.num_hit_tokens)
     return result
+
+
+def replay_clairvoyant(
+    requests: Sequence[ReplayRequest],
+    shape: ModelShape,
+    block_tokens: int,
+    cache_bytes: int,
+    on_progress: Progress = None,
+) -> tuple[ReplayResult, float]:
+    """A schedule that knows the future and pays for its states, made for the second half of the
+    requests; and the share of that half's tokens that no policy can exceed."""
+    prompts = [request.num_prompt_tokens for request in requests]
+    half = floor_div(len(requests), 2)
+    geometry = shape.geometry(block_tokens)
+    bound = reuse_bound(
+        list(zip(prompts, block_ids(requests, block_tokens), strict=True)),
+        block_tokens,
+        page_bytes=geometry.unit_bytes,
+        state_bytes=geometry.checkpoint_bytes,
+        cache_bytes=cache_bytes,
+        measured_from=half,
+        on_progress=on_progress,
+    )
+    result = ReplayResult("clairvoyant", cache_bytes, prompts, bound.per_request)
+    result.num_computed_tokens = sum(prompts) - bound.reached
+    return result, bound.upper / max(1, sum(prompts[half:]))
 
 
 def align_block_tokens(shape: ModelShape, match_unit: int) -> int:
