@@ -136,7 +136,7 @@ def test_each_group_reports_its_own_reach() -> None:
     assert result.num_matched_tokens == {
         "attention 0": 12, "attention 1": 12, "recurrent 0": 0, "recurrent 1": 0,
     }  # fmt: skip
-    assert harness.scheduler.stats().counters.lost_tokens_by_reason == {"no_state": 12}
+    assert harness.scheduler.stats().counters.num_lost_tokens == 12
 
 
 # ------------------------------------------------------------------ first divergence

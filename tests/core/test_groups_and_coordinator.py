@@ -115,3 +115,4 @@ def test_groups_look_at_their_own_records_only() -> None:
     assert [RecurrentGroup(i, "", i).deepest(path, 2) for i in range(2)] == [2, 1]
     assert AttentionGroup(0, "").longest(path, 1) == 1
     assert RecurrentGroup(0, "", 2).deepest(path, 1) == 0
+    assert RecurrentGroup(1, "kda", 3).pool == 3, "records of a state group lie behind the pages' pools"

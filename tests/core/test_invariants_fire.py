@@ -187,6 +187,11 @@ def foreign_sibling_key(h: Harness) -> None:
     siblings._owner[siblings._keys[2][0]] = h.requests[3]
 
 
+def unowned_sibling_key(h: Harness) -> None:
+    siblings = h.scheduler.siblings
+    del siblings._owner[siblings._keys[2][0]]
+
+
 def unlisted_sibling_key(h: Harness) -> None:
     h.scheduler.siblings._keys[2].pop()
 
@@ -256,6 +261,7 @@ VIOLATIONS: list[tuple[Callable[[Harness], None], str]] = [
     (miscounted_used, "used bytes"),
     (over_budget, "exceed the budget"),
     (foreign_sibling_key, "is owned by somebody else"),
+    (unowned_sibling_key, "is owned by somebody else"),
     (unlisted_sibling_key, "a key belongs to nobody's list"),
     (follows_nobody, "who left"),
     (unknown_follower, "does not know its follower"),

@@ -27,7 +27,7 @@ from milepost.sim.fingerprint import FingerprintError
 from milepost.sim.swarm import ACTIONS, PROMPTS, Swarm, SwarmConfig, draw_geometry
 from milepost.sim.world import Checks, SimulationError
 
-NUM_STEPS = 2_000
+NUM_STEPS = 3_000
 SEEDS = range(10)
 EVERYTHING = Checks()
 WORKER_ALONE = Checks(audit=False, contents=False, bound=False)

@@ -15,7 +15,7 @@ from milepost.core.checkpoints import (
     get_mamba_prefill_checkpoint_position,
     is_mamba_prefill_checkpoint_valid,
 )
-from milepost.core.units import floor_to, is_multiple
+from milepost.core.units import floor_div, floor_to, is_multiple
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,18 @@ def prefill_wanted(
     for position, reason in asked:
         want(min(position, num_tokens), reason)
     return sorted(wanted.items())
+
+
+def marked_units(
+    asked: Sequence[tuple[int, str]], match_unit: int, grid: int, media_spans: Sequence[tuple[int, int]] = ()
+) -> frozenset[int]:
+    """Depths (units) of the `marker` checkpoints among `asked`, whatever reason they get in the end."""
+    positions = {
+        settled_position(position, match_unit, grid, media_spans)
+        for position, reason in asked
+        if reason == reasons.MARKER
+    }
+    return frozenset(floor_div(position, match_unit) for position in positions if position)
 
 
 def interval_positions(start: int, end: int, spacing: int) -> list[int]:

@@ -96,6 +96,8 @@ class Evictor:
             for pool, page in enumerate(self.tree.remove_leaf(node)):
                 if page >= 0:
                     self.memory.release(pool, page)
+        self.counters.evicted_bytes += len(order) * self.geometry.unit_bytes
+        self.counters.num_evicted_tokens += len(order) * self.geometry.match_unit
         return num_checkpoints
 
     def thin(self, node: Node, reason: str, num_hits: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from milepost.core import reasons
 from milepost.core.hashing import KeyChain, tokens_from_bytes
+from milepost.core.metrics import CacheCounters
 from milepost.core.prefix_cache import Match, PrefixCache
 from milepost.core.request import ReuseReport
 from milepost.core.tree import Node
@@ -20,8 +21,6 @@ def reuse_report(
     is_enabled = cache.config.enable_prefix_caching and uses_cache
     divergence = first_divergence(cache, match, chain) if is_enabled else None
     lost = max(0, match.hit.attention_units - match.units) * unit
-    if lost:
-        cache.counters.lost_tokens_by_reason[reasons.NO_STATE] += lost
     return ReuseReport(
         num_prompt_tokens=num_prompt_tokens,
         num_cached_tokens=min(match.position, num_prompt_tokens - 1),
@@ -31,6 +30,17 @@ def reuse_report(
         reason=_reason(match, divergence) if is_enabled else reasons.DISABLED,
         divergence_position=divergence,
     )
+
+
+def count_query(counters: CacheCounters, report: ReuseReport) -> None:
+    """Add an admitted request to the counters of hits and misses."""
+    num_missed_tokens = report.num_prompt_tokens - report.num_cached_tokens
+    counters.num_queried_tokens += report.num_prompt_tokens
+    counters.num_hit_tokens += report.num_cached_tokens
+    counters.num_missed_tokens += num_missed_tokens
+    counters.misses_by_reason[report.reason] += 1
+    counters.missed_tokens_by_reason[report.reason] += num_missed_tokens
+    counters.num_lost_tokens += report.num_tokens_lost_to_missing_state
 
 
 def _reason(match: Match, divergence: int | None) -> str:

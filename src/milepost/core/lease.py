@@ -23,12 +23,15 @@ class Lease:
         num_hit_units: units reused at admission.
         decode_nodes: decode checkpoints of this request, oldest first.
         hit_reason: why the checkpoint existed that this lease started from; "" without one.
+        conversation: (domain root, name) of the conversation the caller named.
         lineage: turns of the conversation this request continues; its checkpoints inherit it.
+        marked_units: depths where the caller asked for a checkpoint; those are kept `pin_seconds` long.
     """
 
     __slots__ = (
         "chain", "conversation", "decode_nodes", "exports", "hit_reason", "is_caching", "lineage",
-        "num_hit_units", "page_tables", "pin_seconds", "replaced", "retention_priority", "running", "tip",
+        "marked_units", "num_hit_units", "page_tables", "pin_seconds", "replaced", "retention_priority",
+        "running", "tip",
     )  # fmt: skip
 
     def __init__(self, chain: KeyChain, tip: Node, page_tables: list[list[int]], *, is_caching: bool) -> None:
@@ -41,9 +44,10 @@ class Lease:
         self.num_hit_units = tip.depth
         self.decode_nodes: list[Node] = []
         self.is_caching = is_caching
-        self.conversation: str | None = None
+        self.conversation: tuple[bytes, str] | None = None
         self.hit_reason = ""
         self.lineage = 0
+        self.marked_units: frozenset[int] = frozenset()
         self.retention_priority = 0
         self.pin_seconds = 0.0
 

@@ -15,9 +15,11 @@ class CacheCounters:
         num_hit_tokens: of these, tokens that were not computed.
         num_missed_tokens: of these, tokens that were computed.
         misses_by_reason: requests by the reason code of their reuse report.
-        lost_tokens_by_reason: tokens of whole units that a hit did not cover, by reason code.
+        missed_tokens_by_reason: `num_missed_tokens` by the same reason.
+        num_lost_tokens: tokens whose pages every attention group had, but no state was there.
         checkpoints_by_reason: checkpoints published.
-        evictions: (move, checkpoint reason) -> count; moves: "drop", "merge", "stranded", "thin".
+        evictions: (move, checkpoint reason) -> count; moves: "drop", "merge", "thin", "reclaim" (a
+            request goes on in the slot), "condemned" (an audit failed), "stranded" (pages only).
         evicted_bytes: bytes freed by evictions.
         refusals: (why, checkpoint reason) -> count of checkpoints that were wanted and not kept.
     """
@@ -26,7 +28,8 @@ class CacheCounters:
     num_hit_tokens: int = 0
     num_missed_tokens: int = 0
     misses_by_reason: Counter[str] = field(default_factory=Counter)
-    lost_tokens_by_reason: Counter[str] = field(default_factory=Counter)
+    missed_tokens_by_reason: Counter[str] = field(default_factory=Counter)
+    num_lost_tokens: int = 0
     checkpoints_by_reason: Counter[str] = field(default_factory=Counter)
     evictions: Counter[tuple[str, str]] = field(default_factory=Counter)
     evicted_bytes: int = 0

@@ -25,6 +25,7 @@ from milepost.core.lease import Lease, Reservation
 from milepost.core.memory import Memory
 from milepost.core.metrics import CacheCounters
 from milepost.core.plan import ZERO_STATE
+from milepost.core.reuse import KnownConversations
 from milepost.core.tree import NO_RECORD, Node, PrefixTree
 from milepost.core.units import ceil_div, floor_div, is_multiple
 
@@ -71,6 +72,7 @@ class PrefixCache:
         ]
         self.tree = PrefixTree(num_attention)
         self.evictor = Evictor(self.tree, self.memory, geometry, self.counters)
+        self.conversations = KnownConversations()
         self._state_pools = [group.pool for group in self.recurrent]
         self._zero_state = [ZERO_STATE] * len(self.recurrent)
 
@@ -117,14 +119,27 @@ class PrefixCache:
             if reuse.is_waiting(key):
                 reuse.used(key, now)
                 break
+        for units in lease.marked_units:
+            if units <= match.units:
+                self._pin(match.path[units - 1], lease, now)
+        if lease.conversation is not None and self.conversations.note(lease.conversation):
+            lease.lineage = 1
         if tip.is_root:
             return
         tip.last_used = now
         tip.num_hits += 1
         if tip.states is not None:
             reuse.created(tip.key, reuse_class(tip, is_continued=True), now)
-        if lease.hit_reason in CONTINUATION_REASONS:
-            lease.lineage = tip.num_hits
+        # What another conversation left here says nothing about this one: a side request starts anew.
+        if lease.hit_reason in CONTINUATION_REASONS and tip.conversation in (None, lease.conversation):
+            lease.lineage = max(lease.lineage, tip.num_hits)
+
+    def _pin(self, node: Node, lease: Lease, now: float) -> None:
+        """A caller asks for the checkpoint at `node`, which counts as a use of it."""
+        if node.states is not None:
+            node.last_used = now
+            node.pinned_until = max(node.pinned_until, now + lease.pin_seconds)
+            self.evictor.reconsider(node)
 
     def initial_slots(self, lease: Lease) -> list[int]:
         """Where the state at the position of `lease` can be read now."""
@@ -281,7 +296,6 @@ class PrefixCache:
             node = self.tree.add(tip, key, lease.chain.unit_tokens(index), pages, now)
         else:
             self._share_unit(lease, index, node)
-        node.conversation = lease.conversation
         self.tree.pin(node)
         self.tree.unpin(tip)
         self.evictor.reconsider(tip)
@@ -300,16 +314,20 @@ class PrefixCache:
 
     def _attach(self, lease: Lease, slots: list[int], reason: str, now: float) -> None:
         node = lease.tip
+        is_marked = reason == reasons.MARKER or node.depth in lease.marked_units
         if node.states is not None:
             self._release_slots(slots)
+            if is_marked:
+                self._pin(node, lease, now)
             return
         self.tree.attach_state(node, slots, reason)
+        node.conversation = lease.conversation
         node.last_used = now
         node.created = now
         node.num_hits = lease.lineage
         node.retention_priority = lease.retention_priority
         self.evictor.reuse.created(node.key, reuse_class(node), now)
-        node.pinned_until = now + lease.pin_seconds if reason == reasons.MARKER else 0.0
+        node.pinned_until = now + lease.pin_seconds if is_marked else 0.0
         self.counters.checkpoints_by_reason[reason] += 1
         if reason == reasons.DECODE:
             lease.decode_nodes.append(node)

@@ -7,6 +7,14 @@ from collections.abc import Iterator
 
 from milepost.core.request import Request
 
+BACKGROUND_PRIORITY = 1 << 31
+"""From this priority on a request is computed only while no other request is there."""
+
+
+def is_background(request: Request) -> bool:
+    """Whether a request gives way to every other one."""
+    return request.priority >= BACKGROUND_PRIORITY
+
 
 def order_key(request: Request) -> tuple[int, int]:
     """Sort key of waiting and running requests."""

@@ -95,6 +95,7 @@ class Request:
         captures_logits: return the logits behind the prompt with the first token.
         retention_priority: its checkpoints count 2**priority times as much when room is made.
         pin_seconds: its `marker` checkpoints are given up last for so long.
+        priority: lower runs first; from `queues.BACKGROUND_PRIORITY` on only when nothing else does.
 
     Raises:
         RequestError: empty prompt, token id out of the uint32 range, bad `max_tokens`, or a

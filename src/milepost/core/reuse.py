@@ -37,6 +37,9 @@ PRIOR_BY_REASON = {
     reasons.DECODE: 0.25,
 }
 
+MAX_CONVERSATIONS = 16384
+"""Names of conversations that are remembered."""
+
 ReuseClass = tuple[str, bool, int]
 """(reason, something deeper continues it, turns up to MAX_TURN_CLASS)"""
 
@@ -161,3 +164,21 @@ def _index_table(reuse_class: ReuseClass, counts: _ClassCounts, still_waiting: l
         )
     ]
     return [keep_index(hazards, first) for first in range(NUM_BINS)]
+
+
+class KnownConversations:
+    """The conversations that came last, by (domain root, name); least recently used out first."""
+
+    __slots__ = ("_seen",)
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[tuple[bytes, str], None] = OrderedDict()
+
+    def note(self, conversation: tuple[bytes, str]) -> bool:
+        """Remember a conversation; whether it was remembered already."""
+        is_known = conversation in self._seen
+        self._seen[conversation] = None
+        self._seen.move_to_end(conversation)
+        if len(self._seen) > MAX_CONVERSATIONS:
+            self._seen.popitem(last=False)
+        return is_known

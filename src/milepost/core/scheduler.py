@@ -17,8 +17,14 @@ from milepost.config import CacheConfig, SchedulerConfig
 from milepost.core import reasons
 from milepost.core.admission import fits, largest_request_tokens
 from milepost.core.assembly import build_chunk, build_start, nothing_reserved
-from milepost.core.chunking import effective_spacing, plan_chunk, prefill_wanted, settled_position
-from milepost.core.explain import reuse_report
+from milepost.core.chunking import (
+    effective_spacing,
+    marked_units,
+    plan_chunk,
+    prefill_wanted,
+    settled_position,
+)
+from milepost.core.explain import count_query, reuse_report
 from milepost.core.geometry import CacheGeometry
 from milepost.core.hashing import KeyChain
 from milepost.core.lease import Lease, Reservation
@@ -26,7 +32,7 @@ from milepost.core.metrics import CoreStats
 from milepost.core.outcome import settle_chunk
 from milepost.core.plan import ChunkPlan, StepPlan, StepResult
 from milepost.core.prefix_cache import Match, PrefixCache
-from milepost.core.queues import RequestQueue, order_key
+from milepost.core.queues import RequestQueue, is_background, order_key
 from milepost.core.request import Request, RequestStatus, RequestUpdate
 from milepost.core.siblings import Siblings
 from milepost.core.stats import core_stats
@@ -218,6 +224,8 @@ class Scheduler:
                 break
             if request.status is not RequestStatus.RUNNING:
                 continue
+            if is_background(request) and not self._is_quiet():
+                break
             if request.num_processed >= request.prefill_end:
                 budget -= self._plan_decode(plan, request)
             elif prefill_budget > 0:
@@ -304,7 +312,9 @@ class Scheduler:
     def _admit(self, plan: StepPlan, num_budget_tokens: int) -> None:
         known_to_wait: set[int] = set()
         for request in self.waiting:
-            if num_budget_tokens < 1 or len(self.running) >= self.config.max_num_seqs:
+            if num_budget_tokens < 1 or (is_background(request) and not self._is_quiet()):
+                return
+            if len(self.running) >= self.config.max_num_seqs and not self._make_way(request):
                 return
             if self._is_caching and self.siblings.awaited_boundary(request, known_to_wait):
                 self.cache.counters.num_sibling_waits += 1
@@ -312,11 +322,25 @@ class Scheduler:
             if self._blocked_head == request.request_id:
                 return
             num_tokens = self._try_admit(plan, request, num_budget_tokens)
+            if num_tokens == 0 and self._make_way(request):
+                num_tokens = self._try_admit(plan, request, num_budget_tokens)
             if num_tokens == 0:
                 # Only what runs can make room later; with nothing running, try again.
                 self._blocked_head = request.request_id if self.running else None
                 return
             num_budget_tokens -= num_tokens
+
+    def _is_quiet(self) -> bool:
+        """Whether nobody is there but background requests."""
+        return all(is_background(request) for request in self.requests.values())
+
+    def _make_way(self, request: Request) -> bool:
+        """Preempt a background request for one that is none; whether there was one."""
+        last = self.running[-1] if self.running else None
+        if last is None or is_background(request) or not is_background(last):
+            return False
+        self._preempt(last)
+        return True
 
     def _try_admit(self, plan: StepPlan, request: Request, num_budget_tokens: int) -> int:
         chain = request.chain
@@ -326,7 +350,11 @@ class Scheduler:
         if not fits(self.cache, request, match, self.running):
             return 0
         lease = self.cache.open(match, chain, self._now, uses_cache=request.uses_cache)
-        lease.conversation = request.conversation
+        if request.conversation is not None:
+            lease.conversation = (chain.root, request.conversation)
+        lease.marked_units = marked_units(
+            request.wanted_by_caller, self.cache.match_unit, self._grid, _media_spans(request)
+        )
         lease.retention_priority = request.retention_priority
         lease.pin_seconds = request.pin_seconds
         request.lease = lease
@@ -352,23 +380,13 @@ class Scheduler:
                 uses_cache=request.uses_cache,
             )  # fmt: skip
             if request.is_counted:
-                self._count_query(request)
+                count_query(self.cache.counters, request.reuse)
         self.cache.record_hit(lease, match, self._now)
         request.move_to(RequestStatus.RUNNING)
         self.waiting.remove(request)
         self.running.append(request)
         self.running.sort(key=order_key)
         plan.started.append(build_start(request, lease, match.units))
-
-    def _count_query(self, request: Request) -> None:
-        report = request.reuse
-        if report is None:
-            return
-        counters = self.cache.counters
-        counters.num_queried_tokens += report.num_prompt_tokens
-        counters.num_hit_tokens += report.num_cached_tokens
-        counters.num_missed_tokens += report.num_prompt_tokens - report.num_cached_tokens
-        counters.misses_by_reason[report.reason] += 1
 
     # -- commit --------------------------------------------------------------------------------
 
@@ -426,7 +444,7 @@ class Scheduler:
         request.move_to(RequestStatus.PREEMPTED)
         request.num_processed = 0
         request.num_preemptions += 1
-        self.cache.counters.num_preemptions += 1
+        self.cache.counters.num_preemptions += request.is_counted
         self._leave_siblings(request)
         self._enqueue(request)
 
@@ -442,7 +460,7 @@ class Scheduler:
 
     def stats(self) -> CoreStats:
         """Counters and gauges as of now."""
-        return core_stats(self.cache, self.running, len(self.waiting))
+        return core_stats(self.cache, self.running, sum(request.is_counted for request in self.waiting))
 
     def audit(self) -> list[str]:
         """Every violated invariant of scheduler and cache; empty = sound."""

@@ -26,7 +26,7 @@ def core_stats(cache: PrefixCache, running: Sequence[Request], num_waiting: int)
     state_bytes = num_checkpoints * geometry.checkpoint_bytes
     return CoreStats(
         counters=cache.counters,
-        num_running=len(running),
+        num_running=sum(request.is_counted for request in running),
         num_waiting=num_waiting,
         num_checkpoints=num_checkpoints,
         num_units=len(cache.tree),

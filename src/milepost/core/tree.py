@@ -24,6 +24,7 @@ class Node:
         num_users: pins, and children with users: whether a lease needs this unit.
         pinned_until: a client asked to give this checkpoint up last until then.
         num_hits: hits on this checkpoint, those of the conversation it continues included.
+        conversation: (domain root, name) of the conversation whose request made the checkpoint.
     """
 
     __slots__ = (
@@ -46,7 +47,7 @@ class Node:
         self.last_used = now
         self.created = now
         self.num_hits = 0
-        self.conversation: str | None = None
+        self.conversation: tuple[bytes, str] | None = None
         self.retention_priority = 0
         self.pinned_until = 0.0
 
