@@ -17,8 +17,27 @@ from milepost.cli.commands import app
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 HEAD = """# Command line
 
-Written by `make docs` from the commands' own help; `tests/test_docs.py` fails when it is out of date.
-Commands that run a model need the extras `cpu` and, for `serve`, `server`; each says so when one is missing.
+Without a model directory every command uses the embedded `milepost-tiny`. A model directory has the hub's layout:
+`config.json`, `*.safetensors`, `tokenizer.json` (or `tiktoken.model`), `tokenizer_config.json`. Commands that run a
+model need the extras `cpu` and, for `serve`, `server`; each says so when one is missing.
+
+| command | what |
+|---|---|
+| `milepost serve [MODEL]` | the OpenAI API, see `docs/http.md` |
+| `milepost chat [MODEL]` | a conversation in the terminal; each turn shows reused and computed tokens and the time to \
+the first token. `/reset` starts over, `/exit` leaves, Ctrl-C stops an answer |
+| `milepost complete PROMPT` | continue a text; `-` reads it from standard input |
+| `milepost info [MODEL]` | layers, bytes per token and per state, default spacing, smallest prompt that can hit, what \
+fits; reads no weights |
+| `milepost sim` | replay a trace or a workload through the real core, with policies side by side; loads no model |
+
+A setting that cannot work, a budget too small for one request, a taken port or a file that is missing ends the command
+with status 2 and one line that names the option, before any weight is read.
+
+Start-up says what is in force and what fits: the longest request, how many of that length run at once, how many tokens
+of prefixes are kept, and the smallest prompt that can hit (one token more than the match unit).
+
+The options below are written by `make docs` from the commands' own help; `tests/test_docs.py` compares.
 """
 
 
