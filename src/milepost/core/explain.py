@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 from milepost.core import reasons
 from milepost.core.hashing import KeyChain, tokens_from_bytes
 from milepost.core.metrics import CacheCounters
@@ -76,7 +78,7 @@ def first_divergence(cache: PrefixCache, match: Match, chain: KeyChain) -> int |
     if is_whole and chain.extend(node.depth + 1)[node.depth] in node.children:
         return None
     longest = -1
-    for child in list(node.children.values())[-MAX_COMPARED_CHILDREN:]:
+    for child in islice(reversed(node.children.values()), MAX_COMPARED_CHILDREN):
         theirs = tokens_from_bytes(child.tokens)
         common = 0
         while common < len(mine) and mine[common] == theirs[common]:
