@@ -31,7 +31,7 @@ def without_linear(key: str) -> dict[str, Any]:
 
 
 BAD_CONFIGS: list[tuple[str, str, dict[str, Any]]] = [
-    ("model_type", "supported: kimi_linear", tiny_config(model_type="llama")),
+    ("model_type", "supported: kimi_k3, kimi_linear, qwen3_5", tiny_config(model_type="llama")),
     ("model_type", "missing", without("model_type")),
     ("vocab_size", "missing", without("vocab_size")),
     ("hidden_size", "missing", without("hidden_size")),

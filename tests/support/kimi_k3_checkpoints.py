@@ -140,7 +140,7 @@ def _packed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def pack_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Nearest 4-bit floats: packed uint8 [out, in / 2] (low nibble = even column), scales uint8 [out, in / 32]."""
+    """Nearest 4-bit floats: packed [out, in / 2] (low nibble = even column), scales [out, in / 32]; uint8."""
     groups = weight.float().unflatten(-1, (-1, 32))
     exponents = torch.ceil(torch.log2(groups.abs().amax(-1) / 6.0))
     scaled = groups / torch.exp2(exponents).unsqueeze(-1)

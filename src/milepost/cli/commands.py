@@ -177,6 +177,10 @@ def info(
     cache_bytes: opt.CacheBytes = opt.DEFAULT_CACHE_SIZE,
     prefix_match_unit: opt.MatchUnit = DEFAULT_MATCH_UNIT,
     prefix_cache_retention_interval: opt.RetentionInterval = None,
+    check_weights: Annotated[
+        bool,
+        typer.Option("--check-weights", help="Check the weight files against the config, too."),
+    ] = False,
 ) -> None:
     """Show a model's layers, cache sizes and what fits a budget; reads no weights."""
     from milepost.cli.info import show_info
@@ -188,7 +192,7 @@ def info(
         max_model_len=max_model_len,
         dtype=dtype,
     )
-    show_info(model, options)
+    show_info(model, options, check_weights=check_weights)
 
 
 @app.command()

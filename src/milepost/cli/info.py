@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from milepost.engine.serving import ServingOptions
 
 
-def show_info(directory: Path | None, options: ServingOptions) -> None:
+def show_info(directory: Path | None, options: ServingOptions, *, check_weights: bool = False) -> None:
     """Print a table about a model and a budget, from config.json alone.
+
+    Args:
+        check_weights: also compare the headers of the weight files with the config.
 
     Raises:
         ConfigError, CheckpointFileError: the model cannot be served, or not with this budget.
@@ -42,7 +45,8 @@ def show_info(directory: Path | None, options: ServingOptions) -> None:
         "declared context": f"{about.max_model_len:,} tokens",
         "KV bytes per token": f"{geometry.bytes_per_token:,}",
         "bytes per state": f"{geometry.state_bytes:,} ({format_size(geometry.state_bytes)})",
-        "one state costs as much as": _break_even(geometry.state_bytes, geometry.bytes_per_token),
+        "of one linear layer": f"{about.layer_state_bytes:,}",
+        "one state costs as much as": _break_even(about.break_even_tokens),
         "match unit": f"{cache.match_unit} tokens; a page record takes {format_size(geometry.unit_bytes)}",
         "checkpoint interval": f"{fit.checkpoint_interval} tokens"
         + (" (default)" if cache.checkpoint_interval is None else ""),
@@ -52,9 +56,19 @@ def show_info(directory: Path | None, options: ServingOptions) -> None:
         "of these at once": f"{fit.num_longest_requests:,}",
         "prefixes kept": f"about {fit.cached_tokens:,} tokens with {fit.num_checkpoints:,} checkpoints",
     }
+    if check_weights:
+        rows["weights"] = _checked_weights(path, options.dtype)
     for name, value in rows.items():
         table.add_row(name, value)
     Console().print(table)
+
+
+def _checked_weights(path: Path, dtype: str | None) -> str:
+    from milepost.models.dry_run import check_checkpoint
+
+    report = check_checkpoint(path, dtype=dtype)
+    unused = f"; {len(report.unused_tensors):,} without a use" if report.unused_tensors else ""
+    return f"{report.num_tensors:,} tensors as expected, {format_size(report.num_bytes)}{unused}"
 
 
 def _layers(kinds: tuple[str, ...]) -> str:
@@ -62,5 +76,5 @@ def _layers(kinds: tuple[str, ...]) -> str:
     return f"{len(kinds)} ({counts})"
 
 
-def _break_even(state_bytes: int, bytes_per_token: int) -> str:
-    return f"{state_bytes / bytes_per_token:,.0f} tokens of KV" if bytes_per_token else "(no KV)"
+def _break_even(num_tokens: float | None) -> str:
+    return "(no KV)" if num_tokens is None else f"{num_tokens:,.0f} tokens of KV"

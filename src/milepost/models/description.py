@@ -24,6 +24,7 @@ class ModelDescription:
         num_parameters: weights of the decoder, counted from the config.
         bytes_per_token: attention KV of one token over all layers.
         state_bytes: recurrent state over all layers.
+        layer_state_bytes: recurrent state of one linear layer; 0 if there are none.
     """
 
     model_type: str
@@ -36,11 +37,17 @@ class ModelDescription:
     num_parameters: int
     bytes_per_token: int
     state_bytes: int
+    layer_state_bytes: int
     layout: CacheLayout
 
     @property
     def num_layers(self) -> int:
         return len(self.layer_kinds)
+
+    @property
+    def break_even_tokens(self) -> float | None:
+        """Tokens whose attention KV takes as many bytes as one state; None without attention layers."""
+        return self.state_bytes / self.bytes_per_token if self.bytes_per_token else None
 
 
 def model_directory(path: str | Path) -> Path:
@@ -89,5 +96,6 @@ def describe_spec(spec: DecoderSpec, dtype: str) -> ModelDescription:
         num_parameters=count_parameters(spec),
         bytes_per_token=geometry.bytes_per_token,
         state_bytes=geometry.state_bytes,
+        layer_state_bytes=layout.layer_state_bytes,
         layout=layout,
     )

@@ -7,6 +7,7 @@ runner's pools get offsets, shapes and dtypes.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from milepost.core.geometry import AttentionGroupSpec, CacheGeometry, RecurrentGroupSpec
@@ -102,6 +103,15 @@ class CacheLayout:
 
     attention: tuple[AttentionGroupLayout, ...]
     recurrent: tuple[RecurrentGroupLayout, ...]
+
+    @property
+    def layer_state_bytes(self) -> int:
+        """State bytes of one linear layer, the largest if they differ; 0 if there are none."""
+        per_layer: Counter[int] = Counter()
+        for group in self.recurrent:
+            for field in group.fields:
+                per_layer[field.layer] += field.num_bytes
+        return max(per_layer.values(), default=0)
 
     def geometry(self, match_unit: int) -> CacheGeometry:
         """Sizes for the core."""

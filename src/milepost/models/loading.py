@@ -19,7 +19,7 @@ from milepost.models.weights import Progress, WeightReader
 
 log = logging.getLogger(__name__)
 _MAX_NAMED = 5
-_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class LoadedModel:
@@ -91,7 +91,7 @@ def load_model(
     dtype_name = resolve_dtype(spec, dtype)
     weights = WeightReader(path, progress=progress, check_finite=check_finite)
     chosen = kernels or select_kernels()
-    decoder = HybridDecoder(spec, weights, chosen, _TORCH_DTYPES[dtype_name])
+    decoder = HybridDecoder(spec, weights, chosen, TORCH_DTYPES[dtype_name])
     weights.finish()
     unused = weights.unused_names()
     _log_unused(unused, spec.skipped)
