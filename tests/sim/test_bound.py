@@ -161,3 +161,64 @@ def test_a_wanted_position_serves_longer_prompts_only() -> None:
     book.check(1, one.worker.expect(1, [1, 2], greedy()), 0)
     with pytest.raises(BoundError):
         book.check(2, one.worker.expect(2, [1, 2, 9], greedy()), 1)
+
+
+def random_chat(rng: Random) -> None:
+    """One world with a few chats, checked turn by turn against P1 as written."""
+    unit = rng.choice((1, 2, 4, 16, 32, 64))
+    one = world(
+        unit,
+        rng.choice((1, 5, unit, 100, 2048)),
+        alignment=rng.choice((1, 1, 2, 16, 64, None)),
+        num_seqs=rng.choice((1, 2, 8)),
+    )
+    system = random_tokens(rng, rng.randrange(1, 150))
+    sizes = TurnSizes(rng.randrange(1, 80), rng.randrange(1, 50), rng.randrange(0, 8), rng.choice((0.0, 5.0)))
+    chats = [multiturn(child_rng(rng), system, 4, sizes, name=f"chat {i}", vary=0.9) for i in range(10)]
+    by_name: dict[str, list[Outcome]] = {}
+    for outcome in ClientDriver(one).run(chats):
+        by_name.setdefault(str(outcome.spec.conversation), []).append(outcome)
+    for turns in by_name.values():
+        for earlier, later in zip(turns, turns[1:], strict=False):
+            assert_bound(earlier, later, unit)
+
+
+@pytest.mark.slow
+def test_ten_thousand_conversations() -> None:
+    rng = Random(2024)
+    for _ in range(1000):
+        random_chat(rng)
+
+
+def test_a_small_cache_loses_only_by_eviction() -> None:
+    """While the counters report no loss the bound holds; once a request falls short, they report one."""
+    num_short = 0
+    for seed in range(30):
+        rng = Random(seed)
+        shape = geometry(4)
+        one = World(
+            shape,
+            CacheConfig(
+                round(shape.request_bytes(200) * rng.uniform(1.1, 6.0)), match_unit=4, decode_interval=0
+            ),
+            SchedulerConfig(64, 4, 200),
+            checks=Checks(audit=False, contents=False, bound=True),
+        )
+        sizes = TurnSizes(10, 6, 2)
+        system = random_tokens(rng, 20)
+        chats = [multiturn(child_rng(rng), system, 5, sizes, name=f"chat {i}") for i in range(6)]
+        by_name: dict[str, list[Outcome]] = {}
+        for outcome in ClientDriver(one).run(chats):
+            by_name.setdefault(str(outcome.spec.conversation), []).append(outcome)
+        shortfall = 0
+        for turns in by_name.values():
+            for earlier, later in zip(turns, turns[1:], strict=False):
+                seen = [*earlier.spec.prompt, *earlier.output_tokens[:-1]]
+                allowed = 3 + max(1, later.num_prompt_tokens - common_prefix(seen, list(later.spec.prompt)))
+                shortfall += max(0, later.num_recomputed_tokens - allowed)
+        counters = one.scheduler.cache.counters
+        num_lost = sum(n for (move, _), n in counters.evictions.items() if move != "thin")
+        num_lost += sum(counters.refusals.values()) + counters.num_preemptions
+        assert not shortfall or num_lost
+        num_short += shortfall > 0
+    assert 5 < num_short < 30

@@ -78,26 +78,32 @@ def draw_geometry(rng: Random) -> CacheGeometry:
 
 
 def draw_config(rng: Random, *, with_faults: bool = True) -> SwarmConfig:
-    """Draw a run. `with_faults=False` leaves worker faults out, not the other actions."""
+    """Draw a run. Three in ten lose nothing (ample memory, no eviction, no faults), so that the bound
+    is checked for every request. `with_faults=False` leaves worker faults out, not the other actions.
+    """
+    is_lossless = rng.random() < 0.3
     geometry = draw_geometry(rng)
     unit = geometry.match_unit
     max_prompt_units = rng.choice((2, 4, 8, 12))
     smallest = geometry.request_bytes(2 * (max_prompt_units + 1) * unit)
     cache = CacheConfig(
-        cache_bytes=round(smallest * rng.choice((1.0, 1.2, 2.0, 4.0, 100.0))),
+        cache_bytes=round(smallest * (1e6 if is_lossless else rng.choice((1.0, 1.2, 2.0, 4.0, 100.0)))),
         match_unit=unit,
         enable_prefix_caching=rng.random() < 0.95,
         checkpoint_interval=rng.choice((0, unit, 4 * unit, None)),
         decode_interval=rng.choice((0, unit, 4 * unit)),
-        max_states_per_path=rng.choice((None, None, None, 1, 3)),
+        max_states_per_path=None if is_lossless else rng.choice((None, None, None, 1, 3)),
     )
     scheduler = SchedulerConfig(
         max_num_batched_tokens=rng.choice((1, 3, unit, 2 * unit + 1, 64)),
         max_num_seqs=rng.choice((1, 2, 4, 8)),
         max_model_len=2 * (max_prompt_units + 1) * unit,
     )
+    actions = wild_weights(rng, ACTIONS, ALWAYS)
+    if is_lossless:
+        actions.pop("evict", None)
     rates = {}
-    if with_faults and rng.random() < 0.5:
+    if with_faults and not is_lossless and rng.random() < 0.5:
         rates = {
             name: 10.0 ** rng.uniform(-3.0, -0.7)
             for name in ("before", "torn", "unacknowledged", "dropped")
@@ -107,7 +113,7 @@ def draw_config(rng: Random, *, with_faults: bool = True) -> SwarmConfig:
         geometry,
         cache,
         scheduler,
-        actions=wild_weights(rng, ACTIONS, ALWAYS),
+        actions=actions,
         prompts=wild_weights(rng, PROMPTS, frozenset({"fresh"})),
         fault_rates=rates,
         max_prompt_units=max_prompt_units,
