@@ -1,227 +1,212 @@
-"""Prompts beside and on unit boundaries, disturbed at every point, compared with cold recomputation.
+"""Prompts at mU - 1, mU and mU + 1 under every kind of disturbance, against a cold run.
 
-A case is one prompt of mU - 1, mU or mU + 1 tokens under one geometry and step budget. Something
-happens to it in one of its steps; then it is sent again, cut, and continued. Two oracles agree or the
-test fails: the fingerprint worker (every row saw its own prefix and nothing else), and the output
-tokens of a scheduler without a cache.
-
-A pairwise covering array runs always. `slow` runs random cases at every single step; the seed is
-printed, and MILEPOST_FUZZ_SEED repeats it.
+CI runs a pairwise covering array over the factors below: any two values of any two factors meet in
+some case. The long run adds random combinations; its seed is printed.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from array import array
 from dataclasses import dataclass
+from itertools import combinations
 from random import Random
 from typing import Any
 
 import pytest
-from tests.bugs.scene import Scene, Shape, outputs
-from tests.support.pairwise import Row, pairwise, random_rows, row_id
 
-from milepost.core.plan import ChunkPlan, StateExport
-from milepost.core.request import CacheDomain
-from milepost.sim.fakes import WorkerFaults
-from milepost.sim.spec import Outcome
-from milepost.sim.workload import greedy, seeded
-from milepost.sim.world import Checks
+from milepost.config import CacheConfig, SchedulerConfig
+from milepost.core.geometry import AttentionGroupSpec, CacheGeometry, RecurrentGroupSpec
+from milepost.sim.fakes import FailAt
+from milepost.sim.model import TrueSequence
+from milepost.sim.spec import RequestSpec
+from milepost.sim.workload import greedy, random_tokens, seeded
+from milepost.sim.world import World
 
-FACTORS: dict[str, Any] = {
-    "unit": (16, 32, 64, 128, 256, 512, 1024),
-    "grid": (1, 16, 64, None),
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "unit": (16, 17, 32, 100, 128, 1024),
+    "alignment": (1, 16, 64, None),
+    "step_tokens": (7, 61, "unit - 1", "unit + 1", "3 unit + 5", 100_000),
+    "num_units": (1, 2, 5),
     "offset": (-1, 0, 1),
-    "num_units": (1, 2, 3),
-    "step": (7, 53, 131, 499, 1501),
-    "event": ("abort", "preempt", "evict", "unwritten", "fails before", "torn", "dropped", "stop"),
-    "at": ("first", "early", "middle", "last of the prefill", "decode", "end"),
-    "company": ("none", "a decoder", "a sibling", "the same prompt"),
-    "groups": ((1, 1), (2, 1), (1, 2), (2, 3), (0, 1)),
-    "memory": ("ample", "tight"),
-    "outputs": (1, 3, 40),
+    "answer": (1, 2, "unit", "unit + 1"),
+    "disturbance": (
+        "none",
+        "abort",
+        "finish",
+        "preempt",
+        "evict",
+        "before",
+        "torn",
+        "unacknowledged",
+        "dropped",
+    ),
+    "moment": (1, 2, 4, 9),
+    "later": ("resend", "echo + 1", "echo + unit", "cut 1", "cut unit", "fork in the middle", "sibling"),
+    "groups": ((1, 1), (2, 1), (1, 2), (0, 1), (1, 0), (0, 2)),
+    "room": (1.0, 2.3, 1000.0),
 }
-CASES = pairwise(FACTORS)
 
 
-@dataclass
-class Switch:
-    """Faults that strike only while `event` names them; `dropped` strikes one request only."""
-
-    event: str = ""
-    victim: int = -1
-
-    def faults(self) -> WorkerFaults:
-        return WorkerFaults(
-            fails_before=lambda: self.event == "fails before",
-            fails_torn=lambda: self.event == "torn",
-            acknowledges=self._acknowledges,
-            drops=self._drops,
-        )
-
-    def _acknowledges(self, chunk: ChunkPlan, export: StateExport) -> bool:
-        return self.event != "unwritten"
-
-    def _drops(self, chunk: ChunkPlan) -> bool:
-        return self.event == "dropped" and chunk.request_id == self.victim
-
-
-@dataclass
-class Trace:
-    """Steps of the first request: all of them, and those of its prefill."""
-
-    num_steps: int
-    num_prefill_steps: int
-
-
+@dataclass(frozen=True)
 class Case:
-    """One row of the covering array; `run` plays it with its event in a given step."""
+    """One value of every factor, in the order of `FACTORS`."""
 
-    def __init__(self, row: Row, seed: int) -> None:
-        self.row = row
-        self.seed = seed
-        num_attention, num_recurrent = row["groups"]
-        self.shape = Shape(row["unit"], row["grid"], num_attention, num_recurrent, row["step"], 8)
-        self.num_tokens = row["num_units"] * row["unit"] + row["offset"]
-        self.num_outputs = row["outputs"]
+    values: tuple[Any, ...]
 
-    def budget_bytes(self) -> int:
-        units = -(-(self.num_tokens + self.num_outputs + 50) // self.shape.unit) + 1
-        if self.row["memory"] == "ample":
-            return 1 << 36
-        return self.shape.bytes_of(num_units=2 * units, num_states=3)
+    def __getattr__(self, name: str) -> Any:
+        return self.values[list(FACTORS).index(name)]
 
-    def run(self, at: int | None) -> Trace:
-        """Play the case; the event happens in step `at` (None = never)."""
-        switch = Switch()
-        with Scene(
-            self.shape,
-            seed=self.seed,
-            cache_bytes=self.budget_bytes(),
-            interval=2 * self.shape.export_grid,
-            faults=switch.faults(),
-        ) as scene:
-            prompt = scene.tokens(self.num_tokens)
-            sampling = greedy() if self.seed % 2 else seeded(Random(self.seed))
-            wanted = ((self.num_tokens // 2, "history"), (self.num_tokens // 3, "message"))
-            self._company(scene, prompt)
-            first = scene.submit(prompt, self.num_outputs, sampling=sampling, wanted=wanted)
-            trace = self._disturb(scene, first, at, switch)
-            followers = self._follow_up(scene, prompt, first, sampling)
-            if at is None and self.row["memory"] == "ample":
-                assert followers[0].num_cached_tokens == self.shape.floor(self.num_tokens - 1)
-            self._compare(scene)
-        return trace
-
-    def _company(self, scene: Scene, prompt: array) -> None:
-        """Who runs beside the disturbed request: nobody, somebody unrelated, or who shares its tokens."""
-        kind = self.row["company"]
-        if kind == "a decoder":
-            scene.submit(scene.tokens(3), 30, domain=CacheDomain(b"other"))
-        elif kind == "a sibling":
-            scene.submit(prompt[: self.num_tokens // 2 + 1] + scene.tokens(4), 2)
-        elif kind == "the same prompt":
-            scene.submit(prompt, 2)
-
-    def _disturb(self, scene: Scene, first: Outcome, at: int | None, switch: Switch) -> Trace:
-        event = self.row["event"]
-        world = scene.world
-        step = num_prefill = 0
-        switch.victim = first.request_id
-        while first.finish_reason is None:
-            is_now = step == at
-            if is_now and event == "preempt":
-                world.preempt(first.request_id)
-            if is_now and event == "evict":
-                world.evict(3)
-            world.schedule()
-            if is_now and event == "abort":
-                world.abort(first.request_id)
-            if is_now and event == "stop":
-                world.finish(first.request_id)
-            switch.event = event if is_now else ""
-            world.execute()
-            switch.event = ""
-            step += 1
-            if not first.output_tokens:
-                num_prefill = step
-            assert step < 20_000
-        return Trace(step, num_prefill + 1)
-
-    def _follow_up(self, scene: Scene, prompt: array, first: Outcome, sampling: Any) -> list[Outcome]:
-        """The prompt again, cut at its last boundary, one token around it, continued, and echoed."""
-        boundary = self.shape.floor(self.num_tokens)
-        prompts = [prompt]
-        prompts += [prompt[:length] for length in (boundary - 1, boundary, boundary + 1) if length > 0]
-        prompts.append(prompt + first.output_tokens + scene.tokens(1))
-        prompts.append(prompt[: self.num_tokens // 2] + scene.tokens(self.shape.unit + 1))
-        one_by_one = [scene.send(tokens, self.num_outputs, sampling=sampling) for tokens in prompts]
-        at_once = [scene.submit(tokens, 2, sampling=sampling) for tokens in prompts]
-        scene.run_until(*at_once)
-        return one_by_one
-
-    def _compare(self, scene: Scene) -> None:
-        """Every answer is a beginning of what an engine without a cache answers, all of it if it ended
-        by itself."""
-        cold = Scene(
-            self.shape.varied(step_tokens=4096),
-            enable_prefix_caching=False,
-            checks=Checks(audit=False, contents=False),
-        )
-        for outcome in scene.world.outcomes.values():
-            spec = outcome.spec
-            expected = cold.submit(spec.prompt, spec.max_tokens, sampling=spec.sampling, domain=spec.domain)
-            cold.run_until(expected)
-            answer = outputs(outcome)
-            assert answer == outputs(expected)[: len(answer)], self.row
-            if outcome.finish_reason == "length":
-                assert len(answer) == len(expected.output_tokens)
+    def __str__(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in zip(FACTORS, self.values, strict=True))
 
 
-def step_of(at: str, trace: Trace) -> int:
-    last_of_prefill = trace.num_prefill_steps - 1
-    return {
-        "first": 0,
-        "early": last_of_prefill // 4,
-        "middle": last_of_prefill // 2,
-        "last of the prefill": last_of_prefill,
-        "decode": min(trace.num_prefill_steps, trace.num_steps - 1),
-        "end": trace.num_steps - 1,
-    }[at]
+def covering_array(rng: Random, candidates: int = 40) -> list[Case]:
+    """Greedy: the candidate that covers most of the pairs still missing is taken, until none is missing.
+    Every candidate starts from a missing pair, so each one covers something."""
+    names = list(FACTORS)
+    missing = {
+        (i, a, j, b)
+        for i, j in combinations(range(len(names)), 2)
+        for a in FACTORS[names[i]]
+        for b in FACTORS[names[j]]
+    }
+    cases = []
+    while missing:
+        ordered = sorted(missing, key=repr)
+        best: tuple[int, tuple[Any, ...]] = (0, ())
+        for _ in range(candidates):
+            i, a, j, b = rng.choice(ordered)
+            values = [rng.choice(FACTORS[name]) for name in names]
+            values[i], values[j] = a, b
+            best = max(best, (len(pairs_of(values) & missing), tuple(values)), key=lambda entry: entry[0])
+        cases.append(Case(best[1]))
+        missing -= pairs_of(best[1])
+    return cases
 
 
-@pytest.mark.parametrize("row", CASES, ids=row_id)
-def test_boundaries(row: Row) -> None:
-    case = Case(row, seed=len(row_id(row)))
-    trace = case.run(None)
-    case.run(step_of(row["at"], trace))
+def pairs_of(values: Any) -> set[tuple[int, Any, int, Any]]:
+    return {(i, values[i], j, values[j]) for i, j in combinations(range(len(values)), 2)}
 
 
-def test_the_rows_cover_every_pair() -> None:
-    pairs = {(row["unit"], row["event"]) for row in CASES}
-    assert len(pairs) == len(FACTORS["unit"]) * len(FACTORS["event"])
-    assert len(CASES) < 90
+def tokens_of(value: int | str, unit: int) -> int:
+    sizes = {"unit": unit, "unit - 1": unit - 1, "unit + 1": unit + 1, "3 unit + 5": 3 * unit + 5}
+    return value if isinstance(value, int) else sizes[value]
 
 
-MAX_POINTS = 40
-NUM_RANDOM_CASES = 6
+def make_world(case: Case, max_len: int) -> World:
+    num_attention, num_recurrent = case.groups
+    geometry = CacheGeometry(
+        match_unit=case.unit,
+        attention=tuple(AttentionGroupSpec(f"attention {i}", 40 + 70 * i) for i in range(num_attention)),
+        recurrent=tuple(
+            RecurrentGroupSpec(f"recurrent {i}", 5000 + 9000 * i, case.alignment)
+            for i in range(num_recurrent)
+        ),
+    )
+    return World(
+        geometry,
+        CacheConfig(
+            round(case.room * geometry.request_bytes(max_len)),
+            match_unit=case.unit,
+            decode_interval=case.unit,
+        ),
+        SchedulerConfig(tokens_of(case.step_tokens, case.unit), 3, max_len),
+    )
+
+
+def later_prompt(case: Case, prompt: array[int], echoed: array[int]) -> array[int]:
+    rng = Random(99)
+    if case.later == "echo + 1":
+        return echoed + random_tokens(rng, 1)
+    if case.later == "echo + unit":
+        return echoed + random_tokens(rng, case.unit)
+    if case.later in ("cut 1", "cut unit"):
+        return prompt[: max(1, len(prompt) - (1 if case.later == "cut 1" else case.unit))]
+    if case.later == "fork in the middle":
+        return prompt[: len(prompt) // 2] + random_tokens(rng, case.unit + 1)
+    return prompt[:]
+
+
+def disturb(one: World, case: Case, request_id: int) -> None:
+    """What happens before step `case.moment`; faults strike in that step."""
+    if request_id in one.running and case.disturbance in ("abort", "finish", "preempt"):
+        getattr(one, case.disturbance)(request_id)
+    elif case.disturbance == "evict":
+        one.evict(100)
+
+
+def arm(one: World, case: Case) -> None:
+    fails = FailAt(case.moment)
+    faults = one.worker.faults
+    if case.disturbance == "before":
+        faults.fails_before = fails
+    elif case.disturbance == "torn":
+        faults.fails_torn = fails
+    elif case.disturbance == "unacknowledged":
+        faults.acknowledges = lambda chunk, export: not fails()
+    elif case.disturbance == "dropped":
+        faults.drops = lambda chunk: fails()
+
+
+def run_case(case: Case) -> World:
+    """A request, disturbed once; then a later one and a resend. The world checks answers, contents,
+    invariants and the bound after every action."""
+    unit = case.unit
+    length = max(1, case.num_units * unit + case.offset)
+    answer = tokens_of(case.answer, unit)
+    rng = Random(length)
+    prompt = random_tokens(rng, length)
+    sampling = greedy() if length % 2 else seeded(rng)
+    one = make_world(case, 2 * (length + answer + 2 * unit))
+    arm(one, case)
+    wanted = ((length // 2, "message"), (max(0, length - 2), "history"))
+    first = one.add(RequestSpec(prompt, answer, sampling, wanted))
+    if case.later == "sibling":
+        one.add(RequestSpec(prompt[: 1 + length // 2] + random_tokens(rng, unit), answer, sampling))
+    for step in range(1, case.moment + 1):
+        is_last = step == case.moment
+        if is_last and step % 2:
+            disturb(one, case, first)
+        one.schedule()
+        if is_last and not step % 2:
+            disturb(one, case, first)
+        one.execute()
+    one.drain()
+    cold = TrueSequence(one.worker.model, prompt, sampling, one.worker.tree.root(()))
+    echoed = prompt + array("I", cold.outputs(answer))
+    for later in (later_prompt(case, prompt, echoed), prompt):
+        one.add(RequestSpec(later, 2, sampling))
+        one.drain()
+    assert all(outcome.finish_reason is not None for outcome in one.outcomes.values())
+    return one
+
+
+CASES = covering_array(Random(5))
+
+
+def test_the_array_covers_every_pair() -> None:
+    covered = set().union(*(pairs_of(case.values) for case in CASES))
+    wanted = sum(len(a) * len(b) for a, b in combinations(FACTORS.values(), 2))
+    assert len(covered) == wanted
+    assert len(CASES) < 2 * 9 * 7
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_pairwise(case: Case) -> None:
+    run_case(case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(8))
-def test_random_cases_at_every_step(part: int) -> None:
-    """Each step of each case once; of long cases every so many steps, from a random first one."""
-    given = os.environ.get("MILEPOST_FUZZ_SEED")
-    seed = int(given) + part if given else Random().randrange(1 << 32)
-    print(f"MILEPOST_FUZZ_SEED={seed - part}")
+def test_random_combinations() -> None:
+    seed = int(os.environ.get("MILEPOST_SEED") or time.time())
+    print(f"\nboundary fuzz: MILEPOST_SEED={seed}")
     rng = Random(seed)
-    for number, row in enumerate(random_rows(FACTORS, rng, NUM_RANDOM_CASES)):
-        case = Case(row, seed=rng.randrange(1 << 16))
-        num_steps = case.run(None).num_steps
-        stride = -(-num_steps // MAX_POINTS)
-        for at in range(rng.randrange(stride), num_steps, stride):
-            try:
-                case.run(at)
-            except Exception as error:
-                error.add_note(f"MILEPOST_FUZZ_SEED={seed - part}, case {number}, step {at}: {row_id(row)}")
-                raise
+    for _ in range(1500):
+        case = Case(tuple(rng.choice(values) for values in FACTORS.values()))
+        try:
+            run_case(case)
+        except Exception as error:
+            error.add_note(f"MILEPOST_SEED={seed}: {case}")
+            raise
