@@ -11,6 +11,7 @@ from tests.core.test_eviction import grow, random_forest
 
 from milepost.core.admission import largest_request_tokens, worst_case_bytes
 from milepost.core.geometry import AttentionGroupSpec, CacheGeometry, RecurrentGroupSpec
+from milepost.core.queues import BACKGROUND_PRIORITY
 from milepost.errors import RequestError
 
 
@@ -151,6 +152,21 @@ def test_records_of_very_different_sizes_share_one_budget(attention: list[int], 
         for seed in range(10):
             harness.add(numbered(4 + 2 * seed, seed % 4), 5)
         finish_all(harness)
+
+
+@pytest.mark.parametrize("num_background", [1, 2, 5])
+def test_all_background_requests_make_way_for_one_that_needs_everything(num_background: int) -> None:
+    """They do not run while it waits, so waiting for their end would be for ever."""
+    harness = Harness(num_records=30, budget=200)
+    for seed in range(num_background):
+        harness.add(numbered(12, seed), 6, priority=BACKGROUND_PRIORITY)
+    harness.step()
+    assert harness.scheduler.num_running == num_background
+    big = harness.add(numbered(100, 9), 5)
+    harness.step()
+    assert harness.requests[big].num_processed > 0
+    finish_all(harness)
+    assert list(harness.ended)[0] == big
 
 
 # ------------------------------------------------------------------ arithmetic

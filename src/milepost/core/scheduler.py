@@ -265,8 +265,8 @@ class Scheduler:
             start, len(request.tokens), num_budget_tokens, request.wanted, self.cache.match_unit,
             self._alignment, spacing,
         )  # fmt: skip
-        if decision.num_dropped:
-            self.cache.counters.refusals[reasons.REFUSED_NOT_LEGAL, "optional"] += decision.num_dropped
+        for reason in decision.dropped:
+            self.cache.counters.refusals[reasons.REFUSED_NOT_LEGAL, reason] += 1
         lease = _lease_of(request)
         unit = self.cache.match_unit
         ends_between = decision.end < len(request.tokens) and not is_multiple(decision.end, unit)
@@ -322,7 +322,7 @@ class Scheduler:
             if self._blocked_head == request.request_id:
                 return
             num_tokens = self._try_admit(plan, request, num_budget_tokens)
-            if num_tokens == 0 and self._make_way(request):
+            while num_tokens == 0 and self._make_way(request):
                 num_tokens = self._try_admit(plan, request, num_budget_tokens)
             if num_tokens == 0:
                 # Only what runs can make room later; with nothing running, try again.
