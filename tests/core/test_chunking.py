@@ -106,7 +106,8 @@ def check_optional(
         if known is None or reasons.IMPORTANCE[reason] < reasons.IMPORTANCE[known]:
             expected[target] = reason
     assert dict(decision.exports) == expected
-    assert (decision.num_moved, decision.num_dropped) == (num_moved, num_dropped)
+    assert (decision.num_moved, len(decision.dropped)) == (num_moved, num_dropped)
+    assert set(decision.dropped) <= {reason for _, reason in wanted} | {reasons.INTERVAL}
 
 
 # ------------------------------------------------------------------ exhaustive

@@ -27,14 +27,14 @@ class ChunkDecision:
         exports: (position, reason), start < position < end, ascending.
         end_reason: keep the running state at `end` as a checkpoint for this reason.
         num_moved: optional positions that moved to a lower legal boundary.
-        num_dropped: optional positions that had none.
+        dropped: reasons of the optional positions that had none.
     """
 
     end: int
     exports: tuple[tuple[int, str], ...]
     end_reason: str | None
     num_moved: int = 0
-    num_dropped: int = 0
+    dropped: tuple[str, ...] = ()
 
 
 def settled_position(
@@ -150,7 +150,8 @@ def plan_chunk(
             end = position
             break
     exports: dict[int, str] = {}
-    num_moved = num_dropped = 0
+    num_moved = 0
+    dropped: list[str] = []
     end_reason = None
     for position, reason in positions:
         if position > end:
@@ -165,8 +166,8 @@ def plan_chunk(
                 num_moved += 1
                 _keep_more_important(exports, lower, reason)
             else:
-                num_dropped += 1
-    return ChunkDecision(end, tuple(sorted(exports.items())), end_reason, num_moved, num_dropped)
+                dropped.append(reason)
+    return ChunkDecision(end, tuple(sorted(exports.items())), end_reason, num_moved, tuple(dropped))
 
 
 def _positions_inside(

@@ -26,6 +26,7 @@ from milepost.core.ports import Worker
 from milepost.core.request import Request, RequestUpdate
 from milepost.core.scheduler import Scheduler
 from milepost.engine.answer import Answer, Sink
+from milepost.engine.audit import AuditConfig, AuditCounts, HitAuditor
 from milepost.engine.explain import ReuseExplainer
 from milepost.engine.messages import (
     Accepted,
@@ -91,6 +92,7 @@ class Engine:
     Args:
         clock: seconds, monotonic; tests pass their own.
         observers: see `Observer`.
+        audit: which hits are recomputed and compared; by default none.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Engine:
         *,
         clock: Callable[[], float] = time.monotonic,
         observers: tuple[Observer, ...] = (),
+        audit: AuditConfig | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._worker = worker
@@ -109,6 +112,7 @@ class Engine:
         self._observers = list(observers)
         self._explainer = ReuseExplainer(tokenizer)
         self._ids = itertools.count(1)
+        self._auditor = HitAuditor(audit or AuditConfig(), scheduler, lambda: next(self._ids))
         self._inbox: deque[_Message] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -159,6 +163,10 @@ class Engine:
     def stats(self) -> CoreStats:
         """The last snapshot, usually at most a tenth of a second old while the engine works; never waits."""
         return self._stats
+
+    def audits(self) -> AuditCounts:
+        """What audits of hits found so far; never waits."""
+        return self._auditor.counts
 
     def add_observer(self, observer: Observer) -> None:
         """Before `start`."""
@@ -241,10 +249,12 @@ class Engine:
             self._take_stats()
 
     def _has_work(self) -> bool:
-        return self._scheduler.has_unfinished_requests or self._needs_flush_step
+        return self._scheduler.has_unfinished_requests or self._needs_flush_step or self._auditor.has_work
 
     def step(self) -> None:
         """One turn of the loop."""
+        if not self._answers:
+            self._auditor.start_one()
         plan = self._scheduler.schedule(self._clock())
         result = self._execute(plan)
         updates = self._scheduler.commit(result)
@@ -292,6 +302,7 @@ class Engine:
                     wanted=request.wanted,
                     conversation=request.conversation,
                     uses_cache=request.uses_cache,
+                    captures_logits=self._auditor.wants_logits(request),
                     retention_priority=request.retention_priority,
                     pin_seconds=request.pin_seconds,
                 )
@@ -315,6 +326,8 @@ class Engine:
     def _deliver(self, updates: list[RequestUpdate]) -> None:
         now = self._clock()
         for update in updates:
+            if self._auditor.take(update):
+                continue
             answer = self._answers.get(update.request_id)
             if answer is None:
                 continue  # aborted, or ended by a stop string, before this step was committed
@@ -328,8 +341,12 @@ class Engine:
                 request = answer.request
                 answer.reuse = self._explainer.explain(request.domain, request.prompt_token_ids, update.reuse)
                 delta.reuse = answer.reuse
+                if answer.reuse.num_cached_tokens:
+                    self._auditor.saw_hit()
                 for observer in self._observers:
                     observer.admitted(answer.reuse)
+            if update.logits and answer.reuse is not None:
+                self._auditor.saw_logits(answer.request, answer.reuse.num_cached_tokens, update.logits)
             self._note_tokens(answer, len(delta.tokens), now)
             if delta.finish_reason is not None:
                 self._finish(answer, update, delta)
@@ -380,6 +397,7 @@ class Engine:
         with self._wake:
             self._stopping = True
             messages, self._inbox = self._inbox, deque()
+        self._auditor.close()
         for answer in list(self._answers.values()):
             self._drop(answer, error, finish_reason)
         for message in messages:

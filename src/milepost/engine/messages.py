@@ -82,6 +82,20 @@ class ReuseExplanation:
         """`reason` without a position: a bounded set, fit for a metric label."""
         return self.reason.partition("@")[0]
 
+    def log_fields(self) -> list[str]:
+        """`name=value` for the request log; `-` stands for none."""
+        matched = ",".join(f"{group}:{number}" for group, number in self.matched_tokens.items())
+        first_divergence = "-" if self.first_divergence is None else self.first_divergence
+        return [
+            f"cached_tokens={self.num_cached_tokens}",
+            f"computed_tokens={self.num_computed_tokens}",
+            f"reason={self.reason}",
+            f"matched_tokens={matched or '-'}",
+            f"lost_to_missing_state={self.num_tokens_lost_to_missing_state}",
+            f"limiting_group={self.limiting_group or '-'}",
+            f"first_divergence={first_divergence}",
+        ]
+
     def as_dict(self) -> dict[str, Any]:
         """The `milepost.reuse` object of a response."""
         return {
@@ -163,15 +177,7 @@ class FinishedRequest:
             f"prompt_tokens={self.num_prompt_tokens}",
         ]
         if self.reuse is not None:
-            parts.append(f"cached_tokens={self.reuse.num_cached_tokens}")
-            parts.append(f"computed_tokens={self.reuse.num_computed_tokens}")
-            parts.append(f"reason={self.reuse.reason}")
-            if self.reuse.limiting_group is not None:
-                parts.append(f"limiting_group={self.reuse.limiting_group}")
-            if self.reuse.first_divergence is not None:
-                parts.append(f"first_divergence={self.reuse.first_divergence}")
-            if self.reuse.num_tokens_lost_to_missing_state:
-                parts.append(f"lost_to_missing_state={self.reuse.num_tokens_lost_to_missing_state}")
+            parts.extend(self.reuse.log_fields())
         parts.append(f"generated_tokens={self.num_generated_tokens}")
         if self.time_to_first_token is not None:
             parts.append(f"ttft_ms={1000 * self.time_to_first_token:.1f}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from milepost.config import DEFAULT_DECODE_INTERVAL, DEFAULT_MATCH_UNIT, CacheCo
 from milepost.core.geometry import CacheGeometry
 from milepost.core.request import CacheDomain
 from milepost.core.scheduler import Scheduler
+from milepost.engine.audit import AuditConfig, logit_bound
 from milepost.engine.chat import ChatRenderer
 from milepost.engine.engine import Engine
 from milepost.engine.params import random_seed
@@ -53,6 +54,7 @@ class ServingOptions:
     dtype: str | None = None
     seed: int | None = None
     served_model_name: str | None = None
+    audit_hits: float = 0.0
 
     def cache_config(self) -> CacheConfig:
         """Raises: ConfigError: an option that cannot work, by its name."""
@@ -75,6 +77,7 @@ class ServingModel:
         max_model_len: prompt and output tokens of one request: declared or asked for, and within budget.
         vocab_size: token ids the model accepts are below it.
         description: None for a model that does not come from a directory (tests).
+        audit: which hits are recomputed, and what counts as equal.
     """
 
     name: str
@@ -88,6 +91,7 @@ class ServingModel:
     vocab_size: int
     seeds: SeedSource
     description: ModelDescription | None = None
+    audit: AuditConfig = field(default_factory=AuditConfig)
 
     def encode_prompt(self, text: str) -> array[int]:
         """Token ids of a raw text prompt."""
@@ -157,6 +161,7 @@ def load_serving_model(
 
     path = model_directory(EMBEDDED_MODEL if directory is None else directory)
     cache = options.cache_config()
+    AuditConfig(options.audit_hits)
     description = describe(path, dtype=options.dtype)
     geometry = description.layout.geometry(options.match_unit)
     max_model_len = check_budget(geometry, cache, description.max_model_len, options.max_model_len)
@@ -177,7 +182,8 @@ def load_serving_model(
 
     model = load_model(path, dtype=options.dtype, progress=progress)
     worker = TorchWorker(model, geometry, options.cache_bytes)
-    engine = Engine(scheduler, worker, tokenizer)
+    audit = AuditConfig(options.audit_hits, logit_bound(model.kernels.implementation, model.dtype))
+    engine = Engine(scheduler, worker, tokenizer, audit=audit)
     return ServingModel(
         name=options.served_model_name or path.resolve().name,
         engine=engine,
@@ -190,6 +196,7 @@ def load_serving_model(
         vocab_size=description.vocab_size,
         seeds=SeedSource(options.seed),
         description=description,
+        audit=audit,
     )
 
 
