@@ -137,6 +137,39 @@ def test_infinities_and_rounding_of_bf16(isa: str) -> None:
         assert torch.isnan(out.float()).all()
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_numerics_id_tells_contracts_apart(isa: str) -> None:
+    """Same id, same bits; a path whose bits differ has an id of its own that does not change."""
+    weight, x = randn(64, 301, seed=1), randn(9, 301, seed=2)
+    seen: dict[str, torch.Tensor] = {}
+    for other in ISAS:
+        with using(other):
+            # Products of bf16 are exact in fp32, so fp32 ones tell fused from unfused.
+            parts = [product(x.to(dtype), weight.to(dtype), torch.float32) for dtype in DTYPES]
+            result = torch.cat(parts)
+            assert same_bits(seen.setdefault(library.numerics_id(), result), result)
+    assert len({result.numpy().tobytes() for result in seen.values()}) == len(seen)
+    with using(isa):
+        first = library.numerics_id()
+        assert first.startswith("milepost-") and library.numerics_id() == first
+
+
+@pytest.mark.skipif("avx512_bf16" not in ISAS, reason="this CPU has no bf16 products")
+def test_pairs_of_products_flush_denormals_and_nothing_else() -> None:
+    """The contract of bf16 rows times bf16 weights where the CPU multiplies pairs."""
+    with using("avx512_bf16"):
+        tiny = torch.full((1, 2), 1e-39, dtype=torch.bfloat16)
+        one = torch.ones(1, 2, dtype=torch.bfloat16)
+        assert float(product(tiny, one, torch.float32)) == 0.0
+        small = torch.full((1, 2), 2.0**-126, dtype=torch.bfloat16)
+        assert float(product(small, one, torch.float32)) == 2.0**-125
+        # Rows in fp32 keep the other contract.
+        assert float(product(tiny.float(), one, torch.float32)) > 0.0
+        # Exact where fp32 is exact, whatever the order.
+        x = torch.arange(-64, 64).view(4, 32).to(torch.bfloat16)
+        assert same_bits(product(x, x, torch.float32), x.float() @ x.float().t())
+
+
 def test_errors_name_the_argument() -> None:
     packed = library.pack(randn(8, 4))
     x, out = randn(3, 4), torch.empty(3, 8)

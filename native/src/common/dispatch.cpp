@@ -9,6 +9,7 @@ namespace baseline { const KernelTable& table(); }
 #if defined(MP_HAS_X86_PATHS)
 namespace avx2 { const KernelTable& table(); }
 namespace avx512 { const KernelTable& table(); }
+namespace avx512_bf16 { const KernelTable& table(); }
 #endif
 
 namespace {
@@ -22,8 +23,10 @@ std::vector<const KernelTable*> usable_tables() {
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) tables.push_back(&avx2::table());
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
+      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")) {
     tables.push_back(&avx512::table());
+    if (__builtin_cpu_supports("avx512bf16")) tables.push_back(&avx512_bf16::table());
+  }
 #endif
   return tables;
 }

@@ -25,9 +25,10 @@ struct Rows {
 
 constexpr int kPanel = 32;  // output columns per panel of a packed weight
 
-// Weights of `groups` linears [n, k], as panels [group][panel][k][32]. bf16 panels hold pairs:
-// 32-bit lane i = column i and, in the high half, column i + 16. A paired weight is gate over up: panel p
-// holds 16 gate columns and then the 16 up columns with the same numbers.
+// Weights of `groups` linears [n, k], as panels [group][panel][k][32]. bf16 panels are [k / 2][32] pairs:
+// the low half of a 32-bit lane is an even k, the high half the odd one behind it (zero if k is odd).
+// A paired weight is gate over up: panel p holds 16 gate columns and then the 16 up columns with the
+// same numbers.
 struct Packed {
   void* data = nullptr;
   Type type = Type::f32;
@@ -38,7 +39,8 @@ struct Packed {
 
   MP_INLINE int64_t columns_per_panel() const { return paired ? kPanel / 2 : kPanel; }
   MP_INLINE int64_t panels() const { return (n + columns_per_panel() - 1) / columns_per_panel(); }
-  MP_INLINE int64_t panel_bytes() const { return k * kPanel * item_bytes(type); }
+  MP_INLINE int64_t depth() const { return (k + 1) / 2 * 2; }  // k, padded to pairs
+  MP_INLINE int64_t panel_bytes() const { return depth() * kPanel * item_bytes(type); }
   MP_INLINE int64_t bytes() const { return groups * panels() * panel_bytes(); }
 };
 
@@ -161,6 +163,8 @@ struct EmbedArgs {
 struct KernelTable {
   const char* isa;
   bool fused;
+  // Bits that tell one CPU's roundings from another's, where an instruction leaves them open; else 0.
+  uint32_t (*probe)();
   void (*pack)(const PackArgs&);
   void (*linear)(const LinearArgs&);
   void (*rms_norm)(const NormArgs&);

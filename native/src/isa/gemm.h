@@ -39,85 +39,215 @@ inline Vec rounded(Vec x, Type type) {
   return load_bf16(lanes);
 }
 
-template <Type type>
-inline Vec panel_vec(const char* panel, int64_t k, int half) {
-  if (type == Type::f32) return load(reinterpret_cast<const float*>(panel) + k * kPanel + half * kLanes);
-  const uint32_t* pairs = reinterpret_cast<const uint32_t*>(panel) + k * kLanes;
-  return half == 0 ? pair_low(pairs) : pair_high(pairs);
-}
+// Sums must become registers, so every loop over them has to disappear.
+#define MP_UNROLL _Pragma("GCC unroll 16")
 
-// c[r][p * 32 + j] (+)= sum over k of x[k * x_step + r] * panel_p[k][j], for ROWS rows and PANELS panels.
-template <Type type, int ROWS, int PANELS, int VECS>
-inline void multiply(const float* x, int64_t x_step, const char* panels, int64_t panel_bytes, int64_t depth,
-                     float* c, int64_t c_step, bool accumulate, int first_half) {
+// How 16-bit weights share a 32-bit lane.
+enum class Panel {
+  wide,          // fp32: [k][32]
+  column_pairs,  // bf16: [k][16] lanes of columns i and i + 16
+  depth_pairs,   // bf16: [k / 2][32] lanes of k and k + 1
+};
+
+template <Panel kind, int ROWS, int PANELS, int VECS>
+struct Accumulators {
   Vec acc[ROWS][PANELS * VECS];
-  for (int r = 0; r < ROWS; r++)
-    for (int v = 0; v < PANELS * VECS; v++)
-      acc[r][v] = accumulate ? load(c + r * c_step + v / VECS * kPanel + (first_half + v % VECS) * kLanes) : zero();
-  for (int64_t k = 0; k < depth; k++) {
-    Vec w[PANELS * VECS];
-    for (int v = 0; v < PANELS * VECS; v++)
-      w[v] = panel_vec<type>(panels + v / VECS * panel_bytes, k, first_half + v % VECS);
+
+  // c[r][p * 32 + j]
+  static MP_INLINE float* at(float* c, int64_t c_step, int first_half, int r, int v) {
+    return c + r * c_step + v / VECS * kPanel + (first_half + v % VECS) * kLanes;
+  }
+  MP_INLINE void begin(float* c, int64_t c_step, int first_half, bool accumulate) {
+    MP_UNROLL
+    for (int r = 0; r < ROWS; r++)
+      MP_UNROLL
+      for (int v = 0; v < PANELS * VECS; v++) acc[r][v] = accumulate ? load(at(c, c_step, first_half, r, v)) : zero();
+  }
+  MP_INLINE void end(float* c, int64_t c_step, int first_half) const {
+    MP_UNROLL
+    for (int r = 0; r < ROWS; r++)
+      MP_UNROLL
+      for (int v = 0; v < PANELS * VECS; v++) store(at(c, c_step, first_half, r, v), acc[r][v]);
+  }
+  MP_INLINE void step(const float* x, const Vec* w) {
+    MP_UNROLL
     for (int r = 0; r < ROWS; r++) {
-      const Vec xr = set1(x[k * x_step + r]);
+      const Vec xr = set1(x[r]);
+      MP_UNROLL
       for (int v = 0; v < PANELS * VECS; v++) acc[r][v] = fma(xr, w[v], acc[r][v]);
     }
   }
-  for (int r = 0; r < ROWS; r++)
-    for (int v = 0; v < PANELS * VECS; v++)
-      store(c + r * c_step + v / VECS * kPanel + (first_half + v % VECS) * kLanes, acc[r][v]);
+};
+
+// c[r][p * 32 + j] (+)= sum over k of x[k * x_step + r] * panel_p[k][j], for ROWS rows and PANELS panels,
+// k ascending. depth_pairs: depth and the rows behind it are even.
+template <Panel kind, int ROWS, int PANELS, int VECS>
+inline void multiply(const float* x, int64_t x_step, const char* panels, int64_t panel_bytes, int64_t depth,
+                     float* c, int64_t c_step, bool accumulate, int first_half) {
+  constexpr int kVecs = PANELS * VECS;
+  Accumulators<kind, ROWS, PANELS, VECS> sums;
+  sums.begin(c, c_step, first_half, accumulate);
+  if (kind == Panel::depth_pairs) {
+    for (int64_t pair = 0; pair < depth / 2; pair++, x += 2 * x_step) {
+      const uint32_t* lanes[kVecs];
+      Vec w[kVecs];
+      MP_UNROLL
+      for (int v = 0; v < kVecs; v++)
+        lanes[v] = reinterpret_cast<const uint32_t*>(panels + v / VECS * panel_bytes) + pair * kPanel +
+                   (first_half + v % VECS) * kLanes;
+      MP_UNROLL
+      for (int v = 0; v < kVecs; v++) w[v] = pair_low(lanes[v]);
+      sums.step(x, w);
+      MP_UNROLL
+      for (int v = 0; v < kVecs; v++) w[v] = pair_high(lanes[v]);
+      sums.step(x + x_step, w);
+    }
+  } else {
+    for (int64_t k = 0; k < depth; k++, x += x_step) {
+      Vec w[kVecs];
+      MP_UNROLL
+      for (int v = 0; v < kVecs; v++) {
+        const char* panel = panels + v / VECS * panel_bytes;
+        const int half = first_half + v % VECS;
+        if (kind == Panel::wide) {
+          w[v] = load(reinterpret_cast<const float*>(panel) + k * kPanel + half * kLanes);
+        } else {
+          const uint32_t* pairs = reinterpret_cast<const uint32_t*>(panel) + k * kLanes;
+          w[v] = half == 0 ? pair_low(pairs) : pair_high(pairs);
+        }
+      }
+      sums.step(x, w);
+    }
+  }
+  sums.end(c, c_step, first_half);
 }
 
-template <Type type, int ROWS>
+#if defined(MP_DOT)
+// The same for rows and weights that are both bf16 pairs: x[k / 2][rows] as 32-bit lanes.
+template <int ROWS, int PANELS, int VECS>
+inline void multiply_dot(const uint32_t* x, const char* panels, int64_t panel_bytes, int64_t depth, float* c,
+                         int64_t c_step) {
+  Accumulators<Panel::depth_pairs, ROWS, PANELS, VECS> sums;
+  sums.begin(c, c_step, 0, false);
+  for (int64_t pair = 0; pair < depth / 2; pair++) {
+    __m512bh w[PANELS * VECS];
+    MP_UNROLL
+    for (int v = 0; v < PANELS * VECS; v++) {
+      const char* lanes = panels + v / VECS * panel_bytes + (pair * kPanel + v % VECS * kLanes) * 4;
+      w[v] = (__m512bh)_mm512_loadu_si512(lanes);
+    }
+    MP_UNROLL
+    for (int r = 0; r < ROWS; r++) {
+      const __m512bh xr = (__m512bh)_mm512_set1_epi32(int(x[pair * ROWS + r]));
+      MP_UNROLL
+      for (int v = 0; v < PANELS * VECS; v++)
+        sums.acc[r][v].v = _mm512_dpbf16_ps(sums.acc[r][v].v, xr, w[v]);
+    }
+  }
+  sums.end(c, c_step, 0);
+}
+template <int ROWS>
+void multiply_dot_panel(const float* x, int64_t, const char* panel, int64_t depth, float* c, int64_t c_step, bool) {
+  multiply_dot<ROWS, 1, 2>(reinterpret_cast<const uint32_t*>(x), panel, 0, depth, c, c_step);
+}
+#endif
+
+template <Panel kind, int ROWS>
 void multiply_panel(const float* x, int64_t x_step, const char* panel, int64_t depth, float* c, int64_t c_step,
                     bool accumulate) {
   if (kTileVecs == 2) {
-    multiply<type, ROWS, 1, 2>(x, x_step, panel, 0, depth, c, c_step, accumulate, 0);
+    multiply<kind, ROWS, 1, 2>(x, x_step, panel, 0, depth, c, c_step, accumulate, 0);
   } else {
-    multiply<type, ROWS, 1, 1>(x, x_step, panel, 0, depth, c, c_step, accumulate, 0);
-    multiply<type, ROWS, 1, 1>(x, x_step, panel, 0, depth, c, c_step, accumulate, 1);
+    multiply<kind, ROWS, 1, 1>(x, x_step, panel, 0, depth, c, c_step, accumulate, 0);
+    multiply<kind, ROWS, 1, 1>(x, x_step, panel, 0, depth, c, c_step, accumulate, 1);
   }
 }
 
 using PanelFunction = void (*)(const float*, int64_t, const char*, int64_t, float*, int64_t, bool);
-template <Type type>
+#define MP_ROW_FUNCTIONS(f)                                                                                   \
+  { f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12) }
+template <Panel kind>
 inline PanelFunction panel_function(int64_t rows) {
-  static const PanelFunction functions[] = {
-      multiply_panel<type, 1>,
-#define MP_ROWS(n) multiply_panel<type, (n <= kTileRows ? n : 1)>
-      MP_ROWS(2), MP_ROWS(3), MP_ROWS(4), MP_ROWS(5), MP_ROWS(6), MP_ROWS(7), MP_ROWS(8), MP_ROWS(9),
-      MP_ROWS(10), MP_ROWS(11), MP_ROWS(12)
-#undef MP_ROWS
-  };
+#define MP_PANEL(n) multiply_panel<kind, (n <= kTileRows ? n : 1)>
+  static const PanelFunction functions[] = MP_ROW_FUNCTIONS(MP_PANEL);
+#undef MP_PANEL
   return functions[rows - 1];
 }
-// One panel for `rows` <= kTileRows rows.
+#if defined(MP_DOT)
+inline PanelFunction dot_function(int64_t rows) {
+#define MP_PANEL(n) multiply_dot_panel<n>
+  static const PanelFunction functions[] = MP_ROW_FUNCTIONS(MP_PANEL);
+#undef MP_PANEL
+  return functions[rows - 1];
+}
+#endif
+#undef MP_ROW_FUNCTIONS
+
+// One panel of an attention tile for `rows` <= kTileRows rows.
 inline void multiply_rows(Type type, int64_t rows, const float* x, int64_t x_step, const char* panel, int64_t depth,
                           float* c, int64_t c_step, bool accumulate) {
   if (rows <= 0) return;
-  (type == Type::f32 ? panel_function<Type::f32>(rows) : panel_function<Type::bf16>(rows))(
+  (type == Type::f32 ? panel_function<Panel::wide>(rows) : panel_function<Panel::column_pairs>(rows))(
       x, x_step, panel, depth, c, c_step, accumulate);
 }
-template <Type type>
-inline void multiply_wide(int64_t rows, const float* x, const char* panels, int64_t panel_bytes, int64_t depth,
-                          float* c, int64_t c_step) {
-  if (rows == 1) multiply<type, 1, 2, 2>(x, 1, panels, panel_bytes, depth, c, c_step, false, 0);
-  else if (kWideRows >= 2) multiply<type, 2, 2, 2>(x, 2, panels, panel_bytes, depth, c, c_step, false, 0);
+
+// How a linear multiplies: fp32 weights, bf16 weights with fp32 rows, or pairs with pairs.
+enum class Form { wide, mixed, dot };
+MP_INLINE Form form_of(const LinearArgs& a) {
+  if (a.weight.type == Type::f32) return Form::wide;
+#if defined(MP_DOT)
+  if (a.x.type == Type::bf16) return Form::dot;
+#endif
+  return Form::mixed;
 }
 
-// Rows [first, first + count) as fp32 [k][count].
+template <Form form>
+inline PanelFunction product_function(int64_t rows) {
+#if defined(MP_DOT)
+  if (form == Form::dot) return dot_function(rows);
+#endif
+  return form == Form::wide ? panel_function<Panel::wide>(rows) : panel_function<Panel::depth_pairs>(rows);
+}
+
+// Two panels side by side, so that few rows still have enough independent sums.
+template <Form form>
+inline void multiply_wide(int64_t rows, const float* x, const char* panels, int64_t panel_bytes, int64_t depth,
+                          float* c, int64_t c_step) {
+#if defined(MP_DOT)
+  if (form == Form::dot) {
+    const uint32_t* pairs = reinterpret_cast<const uint32_t*>(x);
+    if (rows == 1) multiply_dot<1, 2, 2>(pairs, panels, panel_bytes, depth, c, c_step);
+    else multiply_dot<2, 2, 2>(pairs, panels, panel_bytes, depth, c, c_step);
+    return;
+  }
+#endif
+  constexpr Panel kind = form == Form::wide ? Panel::wide : Panel::depth_pairs;
+  if (rows == 1) multiply<kind, 1, 2, 2>(x, 1, panels, panel_bytes, depth, c, c_step, false, 0);
+  else if (kWideRows >= 2) multiply<kind, 2, 2, 2>(x, 2, panels, panel_bytes, depth, c, c_step, false, 0);
+}
+
+// Rows [first, first + count) as fp32 [k][count], zeros behind an odd k; or, for dot, as pairs [k / 2][count].
 inline void pack_rows(const LinearArgs& a, int64_t group, int64_t first, int64_t count, float* target) {
+  const bool dot = form_of(a) == Form::dot;
   for (int64_t r = 0; r < count; r++) {
     const int64_t row = a.x_rows == nullptr ? first + r : a.x_rows[first + r];
     const char* source = a.x.at(row, group * a.x_group);
-    for (int64_t k = 0; k < a.weight.k; k += kLanes) {
-      const int64_t n = a.weight.k - k < kLanes ? a.weight.k - k : kLanes;
-      const Vec x = load_part(source + k * item_bytes(a.x.type), a.x.type, n);
-      float lanes[kLanes];
+    for (int64_t k = 0; k < a.weight.depth(); k += kLanes) {
+      const int64_t left = a.weight.depth() - k, n = left < kLanes ? left : kLanes;
+      const int64_t given = a.weight.k - k < n ? a.weight.k - k : n;
+      if (dot) {
+        uint32_t pairs[kLanes / 2] = {};
+        std::memcpy(pairs, source + k * 2, size_t(given) * 2);
+        for (int64_t i = 0; i < n / 2; i++)
+          reinterpret_cast<uint32_t*>(target)[(k / 2 + i) * count + r] = pairs[i];
+        continue;
+      }
+      const Vec x = load_part(source + k * item_bytes(a.x.type), a.x.type, given);
       if (count == 1) {
         store_part(reinterpret_cast<char*>(target + k), Type::f32, x, n);
         continue;
       }
+      float lanes[kLanes];
       store(lanes, x);
       for (int64_t i = 0; i < n; i++) target[(k + i) * count + r] = lanes[i];
     }
@@ -162,10 +292,10 @@ inline void pack_item(const void* job_pointer, int64_t item) {
   const LinearArgs& a = *job.args;
   const int64_t group = item / job.tiles, tile = item % job.tiles;
   pack_rows(a, group, tile * kTileRows, tile_rows(a, tile),
-            job.rows + (group * a.rows + tile * kTileRows) * a.weight.k);
+            job.rows + (group * a.rows + tile * kTileRows) * a.weight.depth());
 }
 
-template <Type type>
+template <Form form>
 inline void linear_item(const void* job_pointer, int64_t item) {
   const LinearJob& job = *static_cast<const LinearJob*>(job_pointer);
   const LinearArgs& a = *job.args;
@@ -175,14 +305,14 @@ inline void linear_item(const void* job_pointer, int64_t item) {
   const int64_t group = item / job.panel_items / job.blocks;
   const int64_t end_panel = first_panel + job.panels_per_item < w.panels() ? first_panel + job.panels_per_item : w.panels();
   const char* weights = static_cast<const char*>(w.data) + group * w.panels() * w.panel_bytes();
-  const float* packed = job.rows + group * a.rows * w.k;
+  const float* packed = job.rows + group * a.rows * w.depth();
   const int64_t first_tile = block * job.tiles_per_block;
   const int64_t end_tile = first_tile + job.tiles_per_block < job.tiles ? first_tile + job.tiles_per_block : job.tiles;
   alignas(64) float c[kTileRows * kPanel * 2];
   int64_t panel = first_panel;
   if (a.rows <= kWideRows) {
     for (; panel + 1 < end_panel; panel += 2) {
-      multiply_wide<type>(a.rows, packed, weights + panel * w.panel_bytes(), w.panel_bytes(), w.k, c, 2 * kPanel);
+      multiply_wide<form>(a.rows, packed, weights + panel * w.panel_bytes(), w.panel_bytes(), w.depth(), c, 2 * kPanel);
       finish_rows(a, group, panel, 0, a.rows, c, 2 * kPanel);
       finish_rows(a, group, panel + 1, 0, a.rows, c + kPanel, 2 * kPanel);
     }
@@ -190,7 +320,8 @@ inline void linear_item(const void* job_pointer, int64_t item) {
   for (; panel < end_panel; panel++) {
     for (int64_t tile = first_tile; tile < end_tile; tile++) {
       const int64_t rows = tile_rows(a, tile), first = tile * kTileRows;
-      panel_function<type>(rows)(packed + first * w.k, rows, weights + panel * w.panel_bytes(), w.k, c, kPanel, false);
+      product_function<form>(rows)(packed + first * w.depth(), rows, weights + panel * w.panel_bytes(), w.depth(), c,
+                                   kPanel, false);
       finish_rows(a, group, panel, first, rows, c, kPanel);
     }
   }
@@ -201,7 +332,7 @@ inline void linear(const LinearArgs& a) {
   if (a.rows == 0 || w.n == 0) return;
   LinearJob job{};
   job.args = &a;
-  job.rows = scratch_of<float>(kPackedRows, w.groups * a.rows * w.k + kLanes);
+  job.rows = scratch_of<float>(kPackedRows, w.groups * a.rows * w.depth() + kLanes);
   job.tiles = (a.rows + kTileRows - 1) / kTileRows;
   // Rows of a block stay in the second-level cache while the panels pass by.
   const int64_t rows_in_cache = (384 << 10) / (w.k * 4 + 1);
@@ -211,8 +342,12 @@ inline void linear(const LinearArgs& a) {
   job.panel_items = (w.panels() + job.panels_per_item - 1) / job.panels_per_item;
   const bool parallel = w.groups * w.n * w.k * (a.rows + 8) > (1 << 20);
   run_items(w.groups * job.tiles, pack_item, &job, parallel && a.rows > 32);
-  run_items(w.groups * job.blocks * job.panel_items, w.type == Type::f32 ? linear_item<Type::f32> : linear_item<Type::bf16>,
-            &job, parallel);
+  ItemFunction function = linear_item<Form::wide>;
+  if (form_of(a) == Form::mixed) function = linear_item<Form::mixed>;
+#if defined(MP_DOT)
+  if (form_of(a) == Form::dot) function = linear_item<Form::dot>;
+#endif
+  run_items(w.groups * job.blocks * job.panel_items, function, &job, parallel);
 }
 
 // Column `column` of the product is row `source_row` of the weights; -1: padding.
@@ -248,16 +383,15 @@ inline void pack_panel(const void* args, int64_t item) {
   char* target = static_cast<char*>(w.data) + item * w.panel_bytes();
   for (int64_t column = 0; column < kPanel; column++) {
     const int64_t row = source_row(w, panel, column);
-    for (int64_t k = 0; k < w.k; k++) {
-      const float x = row < 0 ? 0.0f : value_at(a, group, row, k);
+    for (int64_t k = 0; k < w.depth(); k++) {
+      const float x = row < 0 || k >= w.k ? 0.0f : value_at(a, group, row, k);
       if (w.type == Type::f32) {
         reinterpret_cast<float*>(target)[k * kPanel + column] = x;
       } else {
         // The value is a bf16 already: its upper half is all of it.
         uint32_t bits;
         std::memcpy(&bits, &x, 4);
-        const int64_t at = k * kPanel + column % kLanes * 2 + column / kLanes;
-        reinterpret_cast<uint16_t*>(target)[at] = uint16_t(bits >> 16);
+        reinterpret_cast<uint16_t*>(target)[(k / 2 * kPanel + column) * 2 + k % 2] = uint16_t(bits >> 16);
       }
     }
   }

@@ -17,6 +17,7 @@ namespace MP_ISA {
 
 constexpr int kLanes = 16;
 
+
 #if defined(MP_AVX512)
 
 constexpr bool kFused = true;

@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstdio>
 #include <cstring>
 
 #include "common/dispatch.h"
@@ -308,7 +309,13 @@ void embed(handle ids_object, handle table_object, handle out_object) {
 
 std::string numerics_id() {
   // Raise the number with every change to an order of sums, a rounding, a polynomial or a tile size.
-  return std::string("milepost-1-") + (kernels().fused ? "fused" : "unfused");
+  std::string id = std::string("milepost-1-") + (kernels().fused ? "fused" : "unfused");
+  if (const uint32_t probe = kernels().probe()) {
+    char text[16];
+    std::snprintf(text, sizeof(text), "-dot-%08x", unsigned(probe));
+    id += text;
+  }
+  return id;
 }
 
 void set_threads(int count) {
