@@ -51,7 +51,7 @@ class _HeaderReader(WeightReader):
         self._used(name, tensor.numel())
         return tensor
 
-    def take_bytes(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+    def take_bytes(self, name: str, shape: Sequence[int], *, nan: int | None = None) -> torch.Tensor:
         self._checked(name, (shape,), BYTE_DTYPES)
         tensor = torch.empty(tuple(shape), dtype=torch.uint8, device="meta")
         self._used(name, 2 * tensor.numel() if name.endswith("weight_packed") else 0)

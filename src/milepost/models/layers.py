@@ -40,9 +40,9 @@ class Loader:
     def has(self, name: str) -> bool:
         return self.prefix + name in self.weights
 
-    def bytes(self, name: str, *shape: int) -> torch.Tensor:
-        """uint8, as stored."""
-        return self.weights.take_bytes(self.prefix + name, shape)
+    def bytes(self, name: str, *shape: int, nan: int | None = None) -> torch.Tensor:
+        """uint8, as stored; `nan`: the byte that stands for NaN."""
+        return self.weights.take_bytes(self.prefix + name, shape, nan=nan)
 
     def linear(self, name: str, in_features: int, out_features: int) -> torch.Tensor:
         """`name.weight` [out, in]."""

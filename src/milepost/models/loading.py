@@ -72,7 +72,7 @@ def load_model(
     *,
     dtype: str | None = None,
     progress: Progress | None = None,
-    check_finite: bool = False,
+    check_finite: bool = True,
     kernels: Kernels | None = None,
 ) -> LoadedModel:
     """Loads `path/config.json` and `path/*.safetensors`.
@@ -80,7 +80,7 @@ def load_model(
     Args:
         dtype: "float32", "bfloat16", or None / "auto" for what the checkpoint asks for.
         progress: called with (bytes loaded, bytes in all) after each tensor.
-        check_finite: refuse weights that hold NaN or infinity.
+        check_finite: refuse weights that hold NaN or infinity (reads every value once).
         kernels: None = the best available.
 
     Raises:

@@ -18,6 +18,8 @@ from milepost.kernels.reference_experts import (
 from milepost.models.layers import DenseMlp, Loader, RmsNorm
 from milepost.models.specs import MXFP4_GROUP, MoeSpec, SituSpec
 
+_E8M0_NAN = 255
+
 
 def moe_mlp(loader: Loader, hidden_size: int, spec: MoeSpec, situ: SituSpec | None) -> MoeMlp | RoutedMlp:
     """The expert layer of a family: one operation where it is that of Kimi-Linear, else composed."""
@@ -133,7 +135,7 @@ def _experts(loader: Loader, width: int, spec: MoeSpec) -> list[Expert]:
     """Separate tensors per expert, or `gate_up_proj` and `down_proj` of all experts stacked."""
     inner = spec.expert_intermediate_size
     experts = loader.under("experts")
-    if experts.has("gate_up_proj"):
+    if experts.has("gate_up_proj") or experts.has("down_proj"):
         gate_up = experts.tensor("gate_up_proj", spec.num_experts, 2 * inner, width)
         down = experts.tensor("down_proj", spec.num_experts, width, inner)
         return [PlainExpert(up[:inner], up[inner:], low) for up, low in zip(gate_up, down, strict=True)]
@@ -143,7 +145,7 @@ def _experts(loader: Loader, width: int, spec: MoeSpec) -> list[Expert]:
 def _expert(loader: Loader, width: int, inner: int, spec: MoeSpec) -> Expert:
     names = spec.names
     shapes = ((names.gate, width, inner), (names.up, width, inner), (names.down, inner, width))
-    if spec.packed_mxfp4 and loader.has(f"{names.gate}.weight_packed"):
+    if spec.packed_mxfp4 and any(loader.has(f"{name}.weight_scale") for name, *_ in shapes):
         gate, up, down = (_mxfp4(loader.under(name), *shape) for name, *shape in shapes)
         return Mxfp4Expert(gate, up, down, loader.dtype)
     return PlainExpert(*(loader.linear(*shape) for shape in shapes))
@@ -151,4 +153,5 @@ def _expert(loader: Loader, width: int, inner: int, spec: MoeSpec) -> Expert:
 
 def _mxfp4(loader: Loader, in_features: int, out_features: int) -> Mxfp4Weight:
     packed = loader.bytes("weight_packed", out_features, in_features // 2)
-    return Mxfp4Weight(packed, loader.bytes("weight_scale", out_features, in_features // MXFP4_GROUP))
+    groups = in_features // MXFP4_GROUP
+    return Mxfp4Weight(packed, loader.bytes("weight_scale", out_features, groups, nan=_E8M0_NAN))

@@ -121,20 +121,26 @@ class WeightReader:
         """
         file = self._checked(name, (shape, *also), FLOAT_DTYPES)
         stored = _view(file, name)
-        if self._check_finite and not bool(torch.isfinite(stored).all()):
+        if self._check_finite and not _is_finite(stored):
             raise CheckpointFileError(f"{file.path}: tensor {name} holds NaN or infinity")
         self._count(name)
         return stored.to(dtype).reshape(tuple(shape))
 
-    def take_bytes(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+    def take_bytes(self, name: str, shape: Sequence[int], *, nan: int | None = None) -> torch.Tensor:
         """uint8 tensor `name` of exactly `shape`, a view of the mapped file.
 
+        Args:
+            nan: byte that stands for NaN, refused like NaN in `take`.
+
         Raises:
-            CheckpointFileError: missing, wrong shape, or not stored as bytes.
+            CheckpointFileError: missing, wrong shape, not stored as bytes, or NaN (if checked).
         """
         file = self._checked(name, (shape,), BYTE_DTYPES)
+        stored = _view(file, name)
+        if self._check_finite and nan is not None and bool((stored == nan).any()):
+            raise CheckpointFileError(f"{file.path}: tensor {name} holds NaN")
         self._count(name)
-        return _view(file, name)
+        return stored
 
     def shape(self, name: str) -> tuple[int, ...]:
         """As stored.
@@ -179,6 +185,13 @@ class WeightReader:
         self._bytes_done += entry.end - entry.start
         if self._progress is not None:
             self._progress(self._bytes_done, self.num_bytes)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """A sum settles nearly every tensor without a temporary copy; only huge values need a closer look."""
+    if bool(torch.isfinite(tensor.sum(dtype=torch.float32 if tensor.itemsize < 4 else None))):
+        return True
+    return bool(torch.isfinite(tensor).all())
 
 
 def _view(file: SafetensorsFile, name: str) -> torch.Tensor:
