@@ -38,7 +38,7 @@ def worst_case_bytes(cache: PrefixCache, num_tokens: int, num_units_held: int, *
     """Bytes still to be taken until `num_tokens` + 1 tokens are processed."""
     units = max(0, ceil_div(num_tokens + 1, cache.match_unit) - num_units_held)
     states = 0 if has_running else 1
-    return units * cache.geometry.unit_bytes + states * cache.geometry.checkpoint_bytes
+    return units * cache.unit_bytes + states * cache.checkpoint_bytes
 
 
 def fits(cache: PrefixCache, request: Request, match: Match, running: Sequence[Request]) -> bool:

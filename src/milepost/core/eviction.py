@@ -35,6 +35,8 @@ class Evictor:
         self.tree = tree
         self.memory = memory
         self.geometry = geometry
+        self._unit_bytes = geometry.unit_bytes
+        self._checkpoint_bytes = geometry.checkpoint_bytes
         self.counters = counters
         self.reuse = ReuseModel()
         self._heap: list[tuple[tuple[bool, float], int, Node, float]] = []
@@ -96,7 +98,7 @@ class Evictor:
             for pool, page in enumerate(self.tree.remove_leaf(node)):
                 if page >= 0:
                     self.memory.release(pool, page)
-        self.counters.evicted_bytes += len(order) * self.geometry.unit_bytes
+        self.counters.evicted_bytes += len(order) * self._unit_bytes
         self.counters.num_evicted_tokens += len(order) * self.geometry.match_unit
         return num_checkpoints
 
@@ -140,9 +142,9 @@ class Evictor:
 
     def _record(self, node: Node, now: float) -> SegmentRecord:
         below = self.tree.position_below(node)
-        freed = self.geometry.checkpoint_bytes
+        freed = self._checkpoint_bytes
         if not node.children:
-            freed += self._tail_units(node) * self.geometry.unit_bytes
+            freed += self._tail_units(node) * self._unit_bytes
         return SegmentRecord(
             num_saved_tokens=(node.depth - below) * self.geometry.match_unit,
             freed_bytes=freed,
@@ -174,7 +176,7 @@ class Evictor:
         for index, slot in enumerate(self.tree.detach_state(node)):
             self.memory.release(self.geometry.num_attention_groups + index, slot)
         self.counters.evictions[move, reason] += 1
-        self.counters.evicted_bytes += self.geometry.checkpoint_bytes
+        self.counters.evicted_bytes += self._checkpoint_bytes
 
     def _drop_tail(self, node: Node, move: str, reason: str) -> None:
         """Remove `node` and its ancestors as far as nothing else needs their pages."""
@@ -191,5 +193,5 @@ class Evictor:
             current = parent
         if move == "stranded":
             self.counters.evictions[move, reason] += 1
-        self.counters.evicted_bytes += num_units * self.geometry.unit_bytes
+        self.counters.evicted_bytes += num_units * self._unit_bytes
         self.counters.num_evicted_tokens += num_units * self.geometry.match_unit

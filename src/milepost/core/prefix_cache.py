@@ -63,6 +63,8 @@ class PrefixCache:
         self.geometry = geometry
         self.config = config
         self.match_unit = config.match_unit
+        self.unit_bytes = geometry.unit_bytes
+        self.checkpoint_bytes = geometry.checkpoint_bytes
         self.counters = CacheCounters()
         self.memory = Memory(geometry.pool_record_bytes, config.cache_bytes)
         num_attention = geometry.num_attention_groups
@@ -392,7 +394,7 @@ class PrefixCache:
             num_states += (lease.running is not None) + len(lease.exports)
             units += max(0, lease.num_units - lease.tip.depth)
         num_states += sum(tip.states is not None for tip in tips.values())
-        return units * self.geometry.unit_bytes + num_states * self.geometry.checkpoint_bytes
+        return units * self.unit_bytes + num_states * self.checkpoint_bytes
 
     def node_at(self, chain: KeyChain, position: int) -> Node | None:
         """Node that stands for the first `position` tokens of `chain` (a multiple of U), if it exists."""
