@@ -8,8 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.support.checkpoints import tiny_config, write_checkpoint  # noqa: E402
 from tests.support.driver import random_tokens  # noqa: E402
+from tests.support.families import FAMILIES, write_family  # noqa: E402
 
 from milepost.config import CacheConfig, SchedulerConfig  # noqa: E402
 from milepost.core.plan import SamplingParams  # noqa: E402
@@ -22,9 +22,9 @@ UNIT = 16
 NUM_OUTPUT = 6
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: Any) -> Any:
-    return load_model(write_checkpoint(tmp_path_factory.mktemp("model"), tiny_config(), seed=11))
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def model(request: Any, tmp_path_factory: Any) -> Any:
+    return load_model(write_family(tmp_path_factory.mktemp("model"), request.param, seed=11))
 
 
 class Engine:

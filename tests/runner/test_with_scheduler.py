@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from tests.support.checkpoints import tiny_config, write_checkpoint
 from tests.support.driver import random_tokens
+from tests.support.families import FAMILIES, write_family
 
 from milepost.config import CacheConfig, SchedulerConfig
 from milepost.core.plan import SamplingParams
@@ -22,9 +22,9 @@ UNIT = 16
 NUM_OUTPUT = 20
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: Any) -> LoadedModel:
-    return load_model(write_checkpoint(tmp_path_factory.mktemp("model"), tiny_config(), seed=9))
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def model(request: Any, tmp_path_factory: Any) -> LoadedModel:
+    return load_model(write_family(tmp_path_factory.mktemp("model"), request.param, seed=9))
 
 
 @dataclass
