@@ -146,7 +146,8 @@ def main() -> int:
             )  # fmt: skip
             results[size] = times.seconds
     print_table(
-        f"One cold prefill of {given.tokens:,} tokens, {given.dtype}, {given.pairs} interleaved runs, CPU time",
+        f"One cold prefill of {given.tokens:,} tokens, {given.dtype}, "
+        f"{given.pairs} interleaved runs, CPU time",
         ["model", "exports", "none, s", "exports / none", "95 % bound", "cut / none", "cut / exports"],
         rows,
     )
