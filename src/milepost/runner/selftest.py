@@ -45,7 +45,7 @@ class SelfTest:
 def self_test(model: LoadedModel) -> SelfTest:
     """Compares one pass with chunks, with a hit between neighbours, and single rows of logits."""
     geometry = model.geometry(_MATCH_UNIT)
-    units = 2 * (-(-_NUM_TOKENS // _MATCH_UNIT)) + 2 * (-(-_NEIGHBOUR_TOKENS // _MATCH_UNIT))
+    units = 3 * (-(-_NUM_TOKENS // _MATCH_UNIT)) + 2 * (-(-_NEIGHBOUR_TOKENS // _MATCH_UNIT))
     sizes = [units * size for size in geometry.page_record_bytes]
     sizes += [_NUM_SLOTS * size for size in geometry.state_record_bytes]
     worker = _RecordingWorker(model, geometry, max(sizes))
