@@ -77,6 +77,7 @@ def test_serve_has_the_flags_users_know(run: Run) -> None:
         "--host", "--port", "--served-model-name", "--max-model-len", "--dtype", "--seed", "--cache-bytes",
         "--prefix-match-unit", "--prefix-cache-retention-interval", "--decode-interval",
         "--max-num-batched-tokens", "--max-num-seqs", "--enable-prefix-caching", "--no-enable-prefix-caching",
+        "--max-states-per-path", "--audit-hits",
     ):  # fmt: skip
         assert flag in out, flag
 
@@ -140,6 +141,8 @@ def test_chat_survives_an_overlong_turn(run: Run, tiny: list[ServingOptions]) ->
             "--prefix-cache-retention-interval: must be 0 or",
         ),
         (("info", "/no/such/model"), "/no/such/model"),
+        (("serve", "--port", "0", "--audit-hits", "1.5"), "--audit-hits: must be a share of hits between"),
+        (("serve", "--port", "0", "--max-states-per-path", "0"), "--max-states-per-path: must be at least"),
         (("serve", "/no/such/model", "--port", "0"), "/no/such/model"),
         (("serve", "--host", "999.1.1.1"), "--port: cannot listen on 999.1.1.1:8000"),
         (("complete", "x", "--cache-bytes", "10KiB"), "cannot hold one request"),

@@ -48,6 +48,7 @@ class _Live:
     sampling: SamplingParams
     num_prompt_tokens: int
     table: list[int]
+    is_tainted: bool = False
 
 
 class ByteWorker:
@@ -56,6 +57,9 @@ class ByteWorker:
     Attributes:
         fail_next: this many of the next steps with chunks raise.
         num_computed: prompt and output rows over all steps.
+        poisoned: slots with a state that is silently wrong; what is computed from one is wrong too.
+        taint: what is added to one score of a wrong state; None = all of them are others.
+        chunk_log: request ids of every step with chunks.
         gate: cleared = steps wait, so that a test can act in the middle of a request.
     """
 
@@ -72,6 +76,9 @@ class ByteWorker:
         self.gate = threading.Event()
         self.gate.set()
         self.closed = False
+        self.poisoned: set[int] = set()
+        self.taint: float | None = None
+        self.chunk_log: list[list[int]] = []
         self.live: dict[int, _Live] = {}
         self._pages: dict[int, dict[int, int]] = {}
         self._slots: dict[int, array[int]] = {}
@@ -90,6 +97,8 @@ class ByteWorker:
                 self.fail_next -= 1
                 raise WorkerError("planted failure")
         self.num_steps += 1
+        if plan.chunks:
+            self.chunk_log.append([chunk.request_id for chunk in plan.chunks])
         for request_id in plan.finished:
             self.live.pop(request_id, None)
         for started in plan.started:
@@ -98,6 +107,8 @@ class ByteWorker:
         for copy in plan.copies:
             self._slots[copy.destination_slot] = self._slots[copy.source_slot]
         initial = [self._initial(chunk) for chunk in plan.chunks]
+        for chunk in plan.chunks:
+            self.live[chunk.request_id].is_tainted = chunk.initial_slots[0] in self.poisoned
         results = [self._run(chunk, state) for chunk, state in zip(plan.chunks, initial, strict=True)]
         return StepResult(plan.step_id, results)
 
@@ -127,24 +138,36 @@ class ByteWorker:
         ]
         assert seen == after.tolist(), "pages and state disagree"
         for export in chunk.exports:
-            self._slots[export.slots[0]] = after[: export.position]
-        self._slots[chunk.running_slots[0]] = after
+            self._write(export.slots[0], after[: export.position], live)
+        self._write(chunk.running_slots[0], after, live)
         self.num_computed += chunk.end - chunk.start
         sampled = [self._sample(live, after, chunk.output_position)] if chunk.num_samples else []
+        logits = b""
+        if chunk.captures_logits:
+            logits = array("f", self._scores(after, live)).tobytes()
         return ChunkResult(
-            chunk.request_id, chunk.end, [export.position for export in chunk.exports], sampled
+            chunk.request_id, chunk.end, [export.position for export in chunk.exports], sampled, logits
         )
+
+    def _write(self, slot: int, tokens: array[int], live: _Live) -> None:
+        self._slots[slot] = tokens
+        self.poisoned.discard(slot)
+        if live.is_tainted:
+            self.poisoned.add(slot)
 
     # ---------------------------------------------------------------- the "model"
 
-    def _scores(self, tokens: array[int], num_prompt_tokens: int) -> list[float]:
-        seed = hashlib.sha256(tokens.tobytes()).digest()
+    def _scores(self, tokens: array[int], live: _Live) -> list[float]:
+        is_other = live.is_tainted and self.taint is None
+        seed = hashlib.sha256(tokens.tobytes() + (b"wrong" if is_other else b"")).digest()
         draw = random.Random(seed).random
         scores = [4.0 * draw() for _ in range(self.vocab_size)]
         for token in self.tokenizer.control_tokens:
             scores[token.token_id] = -10.0
-        script = self._script(tokens[:num_prompt_tokens])
-        done = len(tokens) - num_prompt_tokens
+        if live.is_tainted and self.taint is not None:
+            scores[self._byte_ids[0]] += self.taint
+        script = self._script(tokens[: live.num_prompt_tokens])
+        done = len(tokens) - live.num_prompt_tokens
         if script is not None and done < len(script):
             scores[script[done]] = SCRIPT_SCORE
         return scores
@@ -161,7 +184,7 @@ class ByteWorker:
 
     def _sample(self, live: _Live, tokens: array[int], output_position: int) -> SampledToken:
         params = live.sampling
-        raw = self._scores(tokens, live.num_prompt_tokens)
+        raw = self._scores(tokens, live)
         scores = list(raw)
         counts = Counter(tokens[live.num_prompt_tokens :])
         for token_id, count in counts.items():

@@ -14,6 +14,7 @@ from tests.engine.tiny_tokenizer import SETTINGS, spec
 from milepost.config import CacheConfig, SchedulerConfig
 from milepost.core.plan import SamplingParams
 from milepost.core.scheduler import Scheduler
+from milepost.engine.audit import AuditConfig
 from milepost.engine.engine import Engine, Observer
 from milepost.engine.messages import (
     Accepted,
@@ -103,6 +104,7 @@ def running_engine(
     max_num_seqs: int = 16,
     max_model_len: int = 4096,
     observers: tuple[Observer, ...] = (),
+    audit: AuditConfig | None = None,
 ) -> Iterator[Bench]:
     """A started engine; at the end nothing may be left in core or worker."""
     geometry = small_geometry(match_unit)
@@ -112,7 +114,7 @@ def running_engine(
     config = SchedulerConfig(max_num_batched_tokens, max_num_seqs, max_model_len)
     scheduler = Scheduler(geometry, cache, config)
     recorder = Recorder()
-    engine = Engine(scheduler, worker, tokenizer, observers=(recorder, *observers))
+    engine = Engine(scheduler, worker, tokenizer, observers=(recorder, *observers), audit=audit)
     engine.start()
     try:
         yield Bench(engine, worker, scheduler, tokenizer, recorder)

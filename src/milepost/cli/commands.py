@@ -55,8 +55,8 @@ def _fail(message: str) -> None:
 def _is_flag(field: str) -> bool:
     flags = {
         "cache_bytes", "prefix_match_unit", "prefix_cache_retention_interval", "decode_interval",
-        "max_states_per_path", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "dtype", "seed",
-        "host", "port", "trace", "workload", "geometry", "budgets", "policies",
+        "max_states_per_path", "audit_hits", "max_model_len", "max_num_batched_tokens", "max_num_seqs",
+        "dtype", "seed", "host", "port", "trace", "workload", "geometry", "budgets", "policies",
     }  # fmt: skip
     return field in flags
 
@@ -95,6 +95,7 @@ def serve(
     enable_prefix_caching: opt.PrefixCaching = True,
     max_num_batched_tokens: opt.MaxBatchedTokens = _DEFAULT_SCHEDULER.max_num_batched_tokens,
     max_num_seqs: opt.MaxSeqs = _DEFAULT_SCHEDULER.max_num_seqs,
+    audit_hits: opt.AuditHits = 0.0,
 ) -> None:
     """Serve a model over the OpenAI API."""
     from milepost.cli.serve import serve_model
@@ -112,6 +113,7 @@ def serve(
         dtype=dtype,
         seed=seed,
         served_model_name=served_model_name,
+        audit_hits=audit_hits,
     )
     serve_model(model, options, host, port)
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from milepost.cli.sizes import format_size
 from milepost.config import CacheConfig
+from milepost.core.chunking import effective_spacing
 from milepost.core.geometry import CacheGeometry
+
+if TYPE_CHECKING:
+    from milepost.engine.serving import ServingModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +21,7 @@ class Fit:
     longest_request: tokens, prompt and output.
     num_longest_requests: that many of them run at the same time.
     checkpoint_interval: effective tokens between `interval` checkpoints; 0 = off.
+    roomy_interval: the same while under half of the budget is used.
     cached_tokens: tokens of prefixes the budget keeps, with a checkpoint every interval.
     num_checkpoints: checkpoints among them.
     smallest_hit_prompt: tokens; None if prefix caching is off.
@@ -23,6 +30,7 @@ class Fit:
     longest_request: int
     num_longest_requests: int
     checkpoint_interval: int
+    roomy_interval: int
     cached_tokens: int
     num_checkpoints: int
     smallest_hit_prompt: int | None
@@ -30,9 +38,11 @@ class Fit:
 
 def fit_of(geometry: CacheGeometry, cache: CacheConfig, max_model_len: int) -> Fit:
     """See `Fit`; `max_model_len` already fits the budget."""
-    interval = cache.checkpoint_interval
-    if interval is None:
-        interval = geometry.default_checkpoint_interval()
+    wanted = cache.checkpoint_interval
+    if wanted is None:
+        wanted = geometry.default_checkpoint_interval()
+    grid = math.lcm(geometry.match_unit, geometry.checkpoint_alignment or 1)
+    interval = effective_spacing(wanted, cache.cache_bytes, cache.cache_bytes, grid)
     spacing = interval or max_model_len
     segment_bytes = spacing // geometry.match_unit * geometry.unit_bytes + geometry.checkpoint_bytes
     num_segments = cache.cache_bytes // max(1, segment_bytes)
@@ -40,6 +50,7 @@ def fit_of(geometry: CacheGeometry, cache: CacheConfig, max_model_len: int) -> F
         longest_request=max_model_len,
         num_longest_requests=cache.cache_bytes // geometry.request_bytes(max_model_len),
         checkpoint_interval=interval,
+        roomy_interval=effective_spacing(wanted, 0, cache.cache_bytes, grid),
         cached_tokens=num_segments * spacing,
         num_checkpoints=num_segments,
         smallest_hit_prompt=geometry.match_unit + 1 if cache.enable_prefix_caching else None,
@@ -55,6 +66,40 @@ def fit_line(fit: Fit, cache: CacheConfig) -> str:
     if fit.smallest_hit_prompt is None:
         parts.append("prefix caching is off")
     else:
-        parts.append(f"about {fit.cached_tokens:,} tokens of prefixes")
+        parts.append(
+            f"about {fit.cached_tokens:,} tokens of prefixes with {fit.num_checkpoints:,} checkpoints"
+        )
         parts.append(f"smallest prompt that can hit: {fit.smallest_hit_prompt} tokens")
     return "; ".join(parts)
+
+
+def interval_text(fit: Fit) -> str:
+    """The spacing of `interval` checkpoints."""
+    if not fit.checkpoint_interval:
+        return "off"
+    text = f"{fit.checkpoint_interval} tokens"
+    if fit.roomy_interval != fit.checkpoint_interval:
+        text += f" ({fit.roomy_interval} while under half of the budget is used)"
+    return text
+
+
+def settings_line(model: ServingModel) -> str:
+    """What is in force, defaults included."""
+    cache, audit = model.cache, model.audit
+    parts = [f"match unit {cache.match_unit}"]
+    if cache.enable_prefix_caching:
+        fit = fit_of(model.geometry, cache, model.max_model_len)
+        limit = cache.max_states_per_path
+        parts = [
+            "prefix caching on",
+            *parts,
+            f"retention interval {interval_text(fit)}",
+            f"decode interval {f'{cache.decode_interval} tokens' if cache.decode_interval else 'off'}",
+            f"states per path {'without bound' if limit is None else f'at most {limit}'}",
+            f"audited hits {100 * audit.rate:g} %" + (f" ({audit.rule})" if audit.rate else ""),
+        ]
+    else:
+        parts = ["prefix caching off", *parts]
+    parts.append(f"{model.scheduler.max_num_batched_tokens} tokens per step")
+    parts.append(f"{model.scheduler.max_num_seqs} requests at once")
+    return "in force: " + ", ".join(parts)

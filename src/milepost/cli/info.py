@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from milepost.cli.fit import fit_of
+from milepost.cli.fit import fit_of, interval_text
 from milepost.cli.sizes import format_size
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ def show_info(directory: Path | None, options: ServingOptions, *, check_weights:
         "of one linear layer": f"{about.layer_state_bytes:,}",
         "one state costs as much as": _break_even(about.break_even_tokens),
         "match unit": f"{cache.match_unit} tokens; a page record takes {format_size(geometry.unit_bytes)}",
-        "checkpoint interval": f"{fit.checkpoint_interval} tokens"
-        + (" (default)" if cache.checkpoint_interval is None else ""),
+        "checkpoint interval": interval_text(fit)
+        + ("; the default" if cache.checkpoint_interval is None else ""),
         "smallest prompt that can hit": f"{fit.smallest_hit_prompt} tokens",
         "budget": format_size(cache.cache_bytes),
         "longest request": f"{fit.longest_request:,} tokens",

@@ -53,6 +53,13 @@ MaxBatchedTokens = Annotated[
 ]
 MaxSeqs = Annotated[int, typer.Option("--max-num-seqs", help="Requests that run at the same time.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32 or bfloat16.")]
+AuditHits = Annotated[
+    float,
+    typer.Option(
+        "--audit-hits",
+        help="Share of hits that are computed again from the first token and compared, like 0.01; 0 = none.",
+    ),
+]
 ServerSeed = Annotated[
     int | None, typer.Option("--seed", help="Seed for requests that bring none. Default: a random one each.")
 ]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from milepost.cli.fit import fit_of
+from milepost.cli.fit import settings_line
 from milepost.cli.loading import load
 
 if TYPE_CHECKING:
@@ -25,16 +25,7 @@ def serve_model(directory: Path | None, options: ServingOptions, host: str, port
         logging.getLogger(name).setLevel(logging.WARNING)
     with bind(host, port) as listener:
         model = load(directory, options, console)
-        fit = fit_of(model.geometry, model.cache, model.max_model_len)
-        caching = "on" if model.cache.enable_prefix_caching else "off"
-        console.print(
-            f"in force: prefix caching {caching}, match unit {model.cache.match_unit}, "
-            f"retention interval {fit.checkpoint_interval}, decode interval {model.cache.decode_interval}, "
-            f"{model.scheduler.max_num_batched_tokens} tokens per step, "
-            f"{model.scheduler.max_num_seqs} requests at once",
-            highlight=False,
-            soft_wrap=True,
-        )
+        console.print(settings_line(model), highlight=False, soft_wrap=True)
 
         def on_listening(address: str) -> None:
             console.print(

@@ -53,6 +53,11 @@ class AuditConfig:
         if not 0.0 <= self.rate <= 1.0:
             raise ConfigError("audit_hits", f"must be a share of hits between 0 and 1, not {self.rate:g}")
 
+    @property
+    def rule(self) -> str:
+        """What is no mismatch, in words."""
+        return f"logits may differ by {self.logit_bound:g}" if self.logit_bound else "bits must be equal"
+
 
 @dataclass(frozen=True, slots=True)
 class AuditCounts:
@@ -216,7 +221,7 @@ class HitAuditor:
             self._count(num_equal=1)
             return
         difference = largest_difference(logits, hit.logits)
-        if difference <= self._config.logit_bound:
+        if 0.0 < self._config.logit_bound >= difference:
             self._count(difference, num_within_bound=1)
             return
         unit = self._scheduler.geometry.match_unit

@@ -1,0 +1,110 @@
+"""What start-up and `info` say is true of the engine they describe."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from tests.core.harness import Harness, numbered
+from tests.engine.byte_worker import small_geometry
+from tests.engine.tiny_tokenizer import write_model_directory
+from tests.server.serving import serving_model
+
+from milepost.cli.fit import fit_line, fit_of, interval_text, settings_line
+from milepost.config import CacheConfig
+from milepost.core.chunking import effective_spacing
+from milepost.core.geometry import AttentionGroupSpec, CacheGeometry, RecurrentGroupSpec
+from milepost.engine.audit import AuditConfig
+
+
+def geometry(alignment: int | None = 1) -> CacheGeometry:
+    return CacheGeometry(
+        16, (AttentionGroupSpec("mla", 256),), (RecurrentGroupSpec("kda", 300_000, alignment),)
+    )
+
+
+def test_the_smallest_prompt_that_can_hit() -> None:
+    """One token more than the match unit hits when it comes again, one fewer never does."""
+    harness = Harness()
+    smallest = fit_of(harness.geometry, harness.cache.config, 100).smallest_hit_prompt
+    assert smallest is not None
+    for num_tokens, expected in ((smallest, True), (smallest - 1, False)):
+        harness.serve(numbered(num_tokens, num_tokens))
+        assert (harness.cached(harness.serve(numbered(num_tokens, num_tokens))) > 0) == expected
+
+
+def test_so_many_tokens_of_prefixes_fit() -> None:
+    """Prompts of one spacing each, until the first is evicted: about as many as promised."""
+    harness = Harness(num_records=60, checkpoint_interval=16)
+    fit = fit_of(harness.geometry, harness.cache.config, 200)
+    assert (fit.cached_tokens, fit.num_checkpoints) == (12 * 16, 12)
+    for seed in range(fit.num_checkpoints):
+        harness.serve(numbered(16, seed), wanted=[(16, "history")])
+    kept = sum(bool(harness.checkpoints(numbered(16, seed))) for seed in range(fit.num_checkpoints))
+    # Each prompt leaves two states, `tail` and `end`, where the arithmetic counts one.
+    assert fit.num_checkpoints // 2 <= kept <= fit.num_checkpoints
+
+
+def test_the_longest_request_fits_as_often_as_said() -> None:
+    """Without a cache to evict, that many run side by side and one more waits."""
+    harness = Harness(num_records=60, enable_prefix_caching=False)
+    longest = harness.geometry.max_tokens_for(harness.cache.config.cache_bytes)
+    assert fit_of(harness.geometry, harness.cache.config, longest).num_longest_requests == 1
+    fit = fit_of(harness.geometry, harness.cache.config, 20)
+    for number in range(fit.num_longest_requests + 1):
+        harness.add(numbered(17, number), 3)
+    harness.step()
+    assert (harness.scheduler.num_running, harness.scheduler.num_waiting) == (fit.num_longest_requests, 1)
+    harness.run()
+    assert all(request.num_preemptions == 0 for request in harness.requests.values())
+
+
+@pytest.mark.parametrize("alignment", [1, 16, 48, None])
+@pytest.mark.parametrize("asked", [None, 0, 32, 1024])
+def test_the_interval_is_the_one_the_scheduler_uses(alignment: int | None, asked: int | None) -> None:
+    sizes = geometry(alignment)
+    cache = CacheConfig(64 << 20, 16, checkpoint_interval=asked)
+    fit = fit_of(sizes, cache, 1000)
+    grid = math.lcm(16, alignment or 1)
+    default = sizes.default_checkpoint_interval() if asked is None else asked
+    for used, shown in ((40 << 20, fit.checkpoint_interval), (0, fit.roomy_interval)):
+        assert shown == effective_spacing(default, used, 64 << 20, grid)
+    text = interval_text(fit)
+    if asked == 0:
+        assert text == "off"
+    else:
+        assert text.startswith(f"{fit.checkpoint_interval} tokens")
+        differs = fit.roomy_interval != fit.checkpoint_interval
+        assert (f"({fit.roomy_interval} while" in text) == differs
+
+
+def test_lines_of_start_up(tmp_path: Path) -> None:
+    directory = write_model_directory(tmp_path / "m")
+    model, worker, _ = serving_model(directory, cache_bytes=8 << 20)
+    line = settings_line(model)
+    fit = fit_of(small_geometry(), model.cache, model.max_model_len)
+    for part in (
+        "in force: prefix caching on", "match unit 16",
+        f"retention interval {fit.checkpoint_interval} tokens",
+        "decode interval 256 tokens", "states per path without bound", "audited hits 0 %",
+        "128 tokens per step", "32 requests at once",
+    ):  # fmt: skip
+        assert part in line, part
+    model.cache = CacheConfig(8 << 20, 16, max_states_per_path=3, decode_interval=0, checkpoint_interval=0)
+    model.audit = AuditConfig(0.01)
+    line = settings_line(model)
+    for part in (
+        "retention interval off", "decode interval off", "states per path at most 3",
+        "audited hits 1 % (bits must be equal)",
+    ):  # fmt: skip
+        assert part in line, part
+    model.audit = AuditConfig(1.0, 0.001)
+    assert "audited hits 100 % (logits may differ by 0.001)" in settings_line(model)
+    model.cache = CacheConfig(8 << 20, 16, enable_prefix_caching=False)
+    line = settings_line(model)
+    assert "prefix caching off" in line and "interval" not in line and "audited" not in line
+    text = fit_line(fit, CacheConfig(8 << 20, 16))
+    assert f"about {fit.cached_tokens:,} tokens of prefixes with {fit.num_checkpoints:,} checkpoints" in text
+    assert "smallest prompt that can hit: 17 tokens" in text
+    worker.close()
