@@ -30,10 +30,10 @@ log = logging.getLogger("milepost.audit")
 
 MAX_BACKLOG = 16
 """Hits that wait for their audit; one more is dropped and counted."""
-LOGIT_BOUNDS = {"float32": 1e-3, "bfloat16": 1.0}
-"""Largest absolute difference of two logits of one prompt, cut into steps in different ways, that is no
-mismatch where kernels do not promise bits. In bfloat16 one rounding of a hidden state moves a logit by
-2**-8 of its size; `tests/engine/test_audit_models.py` measures what the reference kernels do."""
+LOGIT_BOUNDS = {"float32": 1e-3, "bfloat16": 0.25}
+"""Largest difference of two logits that is no mismatch where kernels do not promise bits, because a prompt
+was cut into other steps. On the embedded model the two implementations of the kernels, which round in
+different places, are up to 1.1e-5 and 0.066 apart (logits up to 13.7); wrong states are farther."""
 RESULTS = ("equal", "within_bound", "mismatch", "dropped")
 
 
@@ -229,14 +229,14 @@ class HitAuditor:
         # What waits on the same path met the same fault; a new path there is sound until shown otherwise.
         others = [other for other in self._backlog if not other.shares_path(hit, unit)]
         num_dropped, self._backlog = len(self._backlog) - len(others), deque(others)
-        self._count(
-            difference, num_mismatch=1, num_dropped=num_dropped, num_condemned_checkpoints=num_condemned
-        )
         log.error(
             "audit=mismatch request=%s prompt_tokens=%d reused_tokens=%d max_difference=%g bound=%g "
             "dropped_checkpoints=%d: reuse changed the logits behind this prompt; its whole path is dropped",
             hit.label, len(hit.prompt), hit.position, difference, self._config.logit_bound, num_condemned,
         )  # fmt: skip
+        self._count(
+            difference, num_mismatch=1, num_dropped=num_dropped, num_condemned_checkpoints=num_condemned
+        )
 
     def _count(self, difference: float = 0.0, **grown: int) -> None:
         counts = self.counts
