@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from milepost.engine.built_in_templates import built_in_templates
 from milepost.engine.markers import Marker
 from milepost.engine.shield import Shield, new_mark
 from milepost.engine.template import ChatTemplate, ChatTemplates
@@ -73,13 +74,21 @@ class ChatRenderer:
         self.longest_control = max((len(t.content) for t in tokenizer.control_tokens), default=0)
         self._mark = new_mark()
         self._shield = Shield(tokenizer.control_tokens, self._mark)
-        self._assistant_shield = Shield((t for t in tokenizer.control_tokens if t.special), self._mark)
+        self._assistant_shield = Shield(
+            (t for t in tokenizer.control_tokens if t.special),
+            self._mark,
+            kept=(t for t in tokenizer.control_tokens if not t.special),
+        )
 
     @classmethod
     def from_directory(cls, directory: Path, tokenizer: Tokenizer) -> ChatRenderer:
-        """With the template found in a model directory."""
+        """With the template found in a model directory, or the one built in for its family.
+
+        Raises:
+            CheckpointFileError: a template that is none, or control tokens it needs are not named.
+        """
         templates = ChatTemplates.from_directory(directory, tokenizer.settings, tokenizer.named_tokens)
-        return cls(tokenizer, templates)
+        return cls(tokenizer, templates or built_in_templates(directory, tokenizer))
 
     @property
     def has_template(self) -> bool:
@@ -144,6 +153,8 @@ class ChatRenderer:
         for call in prepared.get("tool_calls") or ():
             function = call.get("function")
             if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+                # Templates expect the object; those that write JSON text can write the model's own.
+                function["arguments_text"] = function["arguments"]
                 function["arguments"] = _parsed_arguments(function["arguments"])
         return prepared
 

@@ -8,6 +8,7 @@ Strings without any danger (nearly all) pass unchanged.
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -30,9 +31,10 @@ class Shield:
     Args:
         tokens: the control tokens that must not come from the string.
         mark: see `new_mark`.
+        kept: control tokens that may; what stands between them is shielded piece by piece.
     """
 
-    def __init__(self, tokens: Iterable[ControlToken], mark: str) -> None:
+    def __init__(self, tokens: Iterable[ControlToken], mark: str, kept: Iterable[ControlToken] = ()) -> None:
         contents = sorted({token.content for token in tokens if token.content})
         self._mark = mark
         self._contents = contents
@@ -46,9 +48,18 @@ class Shield:
             for start in range(1, len(content))
             for end in range(start + 1, len(content))
         }
+        names = sorted({token.content for token in kept if token.content}, key=len, reverse=True)
+        self._kept = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
 
     def string(self, text: str) -> str:
         """`text` with marks where it could become, or complete, a control token."""
+        if self._kept is None:
+            return self._piece(text)
+        # Every second part is a kept token.
+        parts = self._kept.split(text)
+        return "".join(part if number % 2 else self._piece(part) for number, part in enumerate(parts))
+
+    def _piece(self, text: str) -> str:
         if not text or not self._contents:
             return text
         inner = text in self._inner and not PLAIN_CHARS.issuperset(text)

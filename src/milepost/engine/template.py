@@ -107,8 +107,17 @@ class ChatTemplate:
 class ChatTemplates:
     """The templates of a model: a default one and perhaps one for requests with tools."""
 
-    def __init__(self, sources: Mapping[str, str], named_tokens: Mapping[str, str] | None = None) -> None:
-        self._templates = {name: ChatTemplate(source, named_tokens) for name, source in sources.items()}
+    def __init__(
+        self, sources: Mapping[str, str | ChatTemplate], named_tokens: Mapping[str, str] | None = None
+    ) -> None:
+        """
+        Args:
+            sources: name -> Jinja text, or a template made from one.
+        """
+        self._templates = {
+            name: ChatTemplate(source, named_tokens) if isinstance(source, str) else source
+            for name, source in sources.items()
+        }
 
     @classmethod
     def from_directory(

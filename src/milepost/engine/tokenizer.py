@@ -110,10 +110,10 @@ class Tokenizer:
             CheckpointFileError: a file is missing or is not what its name says.
         """
         settings_path = directory / "tokenizer_config.json"
-        settings = _read_json(settings_path) if settings_path.is_file() else {}
+        settings = read_json(settings_path) if settings_path.is_file() else {}
         path = directory / "tokenizer.json"
         if path.is_file():
-            spec = _read_json(path)
+            spec = read_json(path)
         elif (directory / tiktoken_file.FILE_NAME).is_file():
             spec = tiktoken_file.tokenizer_spec(
                 directory / tiktoken_file.FILE_NAME, settings, byte_alphabet()
@@ -304,7 +304,12 @@ def _named_tokens(settings: dict[str, Any]) -> dict[str, str]:
     return named
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model directory.
+
+    Raises:
+        CheckpointFileError: unreadable, no JSON, or no object.
+    """
     try:
         parsed = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -318,7 +323,7 @@ def _eos_ids_of_configs(directory: Path) -> list[int]:
     """generation_config.json decides if it names any; config.json otherwise."""
     for name in ("generation_config.json", "config.json"):
         path = directory / name
-        value = _read_json(path).get("eos_token_id") if path.is_file() else None
+        value = read_json(path).get("eos_token_id") if path.is_file() else None
         ids = [value] if isinstance(value, int) else value
         if isinstance(ids, list) and ids and all(isinstance(item, int) for item in ids):
             return ids
