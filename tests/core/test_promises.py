@@ -328,3 +328,31 @@ def test_thinking_stripped_from_history_still_hits_the_prompt() -> None:
     answer = harness.tokens_of(first)[-10:]
     second = harness.serve(numbered(45) + answer + numbered(5, 1))
     assert harness.cached(second) == 44
+
+
+# ------------------------------------------------------------------ B42 on the scheduler
+@pytest.mark.parametrize("unit", [4, 16])
+def test_the_boundaries_that_are_kept_do_not_depend_on_the_load(unit: int) -> None:
+    """Alone with a large budget, or in crumbs beside decoders: the same checkpoints, with the same
+    reasons. (`interval` ones come on top where a crumb ends between two boundaries.)"""
+    num_tokens = 7 * unit + 3
+    asked = [(2 * unit + 1, "message"), (3 * unit, "history"), (4 * unit + 2, "marker"), (6 * unit, "message")]
+    for geometry in geometries(unit):
+        kept = set()
+        for budget, num_decoders in itertools.product((1, 5, unit, unit + 3, 1000), (0, 3)):
+            harness = quiet(Harness(geometry=geometry, budget=budget + num_decoders))
+            for seed in range(num_decoders):
+                harness.add(numbered(2, 90 + seed), 400)
+            for _ in range(3):
+                harness.step()
+            request_id = harness.add(numbered(num_tokens), wanted=asked)
+            while request_id not in harness.ended:
+                harness.step()
+            tokens = numbered(num_tokens)
+            chain = make_chain(tokens, unit)
+            path = harness.cache.match(chain, num_tokens).path
+            reasons = [(n.depth * unit, n.reason) for n in path if n.states is not None]
+            kept.add(tuple((p, reason) for p, reason in reasons if reason != "interval"))
+        assert len(kept) == 1, kept
+        [positions] = kept
+        assert {3 * unit, 7 * unit} <= {p for p, _ in positions}
