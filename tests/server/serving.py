@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -17,6 +18,7 @@ from tests.engine.tiny_tokenizer import KIMI_TEMPLATE, write_model_directory
 
 from milepost.config import CacheConfig, SchedulerConfig
 from milepost.core.scheduler import Scheduler
+from milepost.engine.audit import AuditConfig
 from milepost.engine.chat import ChatRenderer
 from milepost.engine.engine import Engine
 from milepost.engine.serving import SeedSource, ServingModel
@@ -79,16 +81,18 @@ def serving_model(
     caching: bool = True,
     max_model_len: int = MAX_MODEL_LEN,
     seed: int | None = None,
+    audit: AuditConfig | None = None,
+    **cache_options: Any,
 ) -> tuple[ServingModel, ByteWorker, Scheduler]:
     geometry = small_geometry(MATCH_UNIT)
     tokenizer = Tokenizer.from_directory(directory)
     worker = ByteWorker(geometry, tokenizer)
-    cache = CacheConfig(cache_bytes, MATCH_UNIT, enable_prefix_caching=caching)
+    cache = CacheConfig(cache_bytes, MATCH_UNIT, enable_prefix_caching=caching, **cache_options)
     config = SchedulerConfig(128, 32, max_model_len)
     scheduler = Scheduler(geometry, cache, config)
     model = ServingModel(
         name="tiny",
-        engine=Engine(scheduler, worker, tokenizer),
+        engine=Engine(scheduler, worker, tokenizer, audit=audit),
         tokenizer=tokenizer,
         chat=ChatRenderer.from_directory(directory, tokenizer),
         geometry=geometry,
@@ -97,6 +101,7 @@ def serving_model(
         max_model_len=scheduler.max_model_len,
         vocab_size=tokenizer.vocab_size,
         seeds=SeedSource(seed),
+        audit=audit or AuditConfig(),
     )
     return model, worker, scheduler
 
