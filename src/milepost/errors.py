@@ -21,7 +21,9 @@ class ConfigError(MilepostError):
 class RequestError(MilepostError):
     """A request that cannot be served; becomes an OpenAI-style 400 that names `param`."""
 
-    def __init__(self, param: str | None, message: str, *, code: str = "invalid_request", status: int = 400) -> None:
+    def __init__(
+        self, param: str | None, message: str, *, code: str = "invalid_request", status: int = 400
+    ) -> None:
         super().__init__(message)
         self.param = param
         self.code = code
