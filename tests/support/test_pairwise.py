@@ -7,7 +7,6 @@ from math import prod
 from random import Random
 
 import pytest
-
 from tests.support.pairwise import pairwise, random_rows, row_id
 
 CASES = [
