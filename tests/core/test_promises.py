@@ -336,7 +336,12 @@ def test_the_boundaries_that_are_kept_do_not_depend_on_the_load(unit: int) -> No
     """Alone with a large budget, or in crumbs beside decoders: the same checkpoints, with the same
     reasons. (`interval` ones come on top where a crumb ends between two boundaries.)"""
     num_tokens = 7 * unit + 3
-    asked = [(2 * unit + 1, "message"), (3 * unit, "history"), (4 * unit + 2, "marker"), (6 * unit, "message")]
+    asked = [
+        (2 * unit + 1, "message"),
+        (3 * unit, "history"),
+        (4 * unit + 2, "marker"),
+        (6 * unit, "message"),
+    ]
     for geometry in geometries(unit):
         kept = set()
         for budget, num_decoders in itertools.product((1, 5, unit, unit + 3, 1000), (0, 3)):
