@@ -15,6 +15,7 @@ from milepost.sim.spec import Outcome
 from milepost.sim.world import Checks
 
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+half_of_the_shapes = pytest.mark.parametrize("shape", SHAPES[::2], ids=str)
 
 
 def chunk_of(plan: StepPlan, outcome: Outcome) -> ChunkPlan:
@@ -58,7 +59,7 @@ def failing_step(kind: str, at: int) -> WorkerFaults:
     return WorkerFaults(drops=lambda chunk: drops())
 
 
-@shapes
+@half_of_the_shapes
 @pytest.mark.parametrize("kind", ["before", "torn", "dropped"])
 def test_a_step_that_fails_publishes_nothing(shape: Shape, kind: str) -> None:
     """The step after the second never happens; the retry resumes from the second at most, and is right."""
@@ -135,7 +136,7 @@ def test_a_request_without_a_hit_starts_from_zero_in_used_slots(shape: Shape) ->
 # --- B15: a hit on what the same step registers -----------------------------------------------
 
 
-@shapes
+@half_of_the_shapes
 @pytest.mark.parametrize("shared_units", [1, 3])
 @pytest.mark.parametrize("num_siblings", [2, 5])
 def test_siblings_in_one_batch_compute_the_shared_prefix_once(
@@ -172,7 +173,7 @@ def test_waiting_siblings_do_not_hold_up_unrelated_requests(shape: Shape) -> Non
         scene.run_until(leader, *siblings)
 
 
-@shapes
+@half_of_the_shapes
 @pytest.mark.parametrize("end", ["abort", "preempt", "fail"])
 def test_a_sibling_takes_over_when_its_leader_goes(shape: Shape, end: str) -> None:
     faults = WorkerFaults(drops=(drop := FailAt(2)) and (lambda chunk: drop())) if end == "fail" else None
@@ -347,7 +348,7 @@ def test_groups_with_different_grids_export_on_the_common_one(
 # --- B22, B23: only written states can be found -----------------------------------------------
 
 
-@shapes
+@half_of_the_shapes
 def test_a_second_pass_over_thirty_prompts_reuses_and_answers_the_same(shape: Shape) -> None:
     """B22: the slot that is tracked is the slot that was written."""
     with Scene(shape) as scene:
@@ -380,7 +381,7 @@ def refuse_nth(numbers: set[int]) -> tuple[Callable[[ChunkPlan, StateExport], bo
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.grid is not None], ids=str)
-@pytest.mark.parametrize("numbers", [{1}, {2}, {1, 2, 3}, set(range(1, 100)), set()], ids=len)
+@pytest.mark.parametrize("numbers", [{1}, {2, 3}, set(range(1, 100)), set()], ids=len)
 def test_a_state_whose_write_was_dropped_is_never_found(shape: Shape, numbers: set[int]) -> None:
     """B23: one request decodes, another is prefilled in the same steps, some of its exports are not
     written. A third extends it: it resumes from the deepest state that was written."""
@@ -390,11 +391,12 @@ def test_a_state_whose_write_was_dropped_is_never_found(shape: Shape, numbers: s
         first = scene.submit(scene.tokens(shape.unit - 1), max_tokens=400)
         while not first.output_tokens:
             scene.world.step()
-        prompt = scene.tokens(300 if shape.unit < 64 else 900)
-        wanted = tuple((position, "marker") for position in range(shape.unit, 300, 4 * shape.unit))
+        prompt = scene.tokens(300 if shape.unit < 32 else 6 * shape.unit + 12)
+        wanted = tuple((position, "marker") for position in range(shape.unit, len(prompt), 4 * shape.unit))
         second = scene.submit(prompt, max_tokens=1, wanted=wanted)
         scene.run_until(second)
         assert first.finish_reason is None, "the step should have been mixed"
+        scene.world.abort(first.request_id)
         written = scene.state_positions(prompt)
         tail = roomy.floor(len(prompt) - 1)
         counted = sum(n for (why, _), n in scene.counters.refusals.items() if why == "not_written")
@@ -411,7 +413,7 @@ def test_a_state_whose_write_was_dropped_is_never_found(shape: Shape, numbers: s
 # --- B08, B09: the running column at every boundary -------------------------------------------
 
 
-@shapes
+@half_of_the_shapes
 @pytest.mark.parametrize("offset", [-1, 0, 1])
 def test_decode_crosses_boundaries_in_recycled_records(shape: Shape, offset: int) -> None:
     """Prompts that end beside or on a boundary, decoded over three more, in records that others used.

@@ -15,6 +15,7 @@ from milepost.sim.spec import Outcome
 from milepost.sim.workload import greedy, seeded
 
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+half_of_the_shapes = pytest.mark.parametrize("shape", SHAPES[::2], ids=str)
 some_shapes = pytest.mark.parametrize("shape", SHAPES[1::3], ids=str)
 long_step_shapes = pytest.mark.parametrize("shape", LONG_STEP_SHAPES, ids=str)
 
@@ -34,7 +35,7 @@ def changed(tokens: array, position: int) -> array:
 # --- B32: regenerate and trim ------------------------------------------------------------------
 
 
-@shapes
+@half_of_the_shapes
 @pytest.mark.parametrize(("num_prompt", "num_generated"), [(100, 50), (64, 65), (17, 130)])
 def test_regenerate_answers_as_if_nothing_had_been_generated(
     shape: Shape, num_prompt: int, num_generated: int
@@ -51,7 +52,7 @@ def test_regenerate_answers_as_if_nothing_had_been_generated(
         assert {cached(outcome) for outcome in other} == {shape.floor(num_prompt - 1)}
 
 
-@shapes
+@half_of_the_shapes
 @pytest.mark.parametrize("kept", [0, 1, 33, 49])
 def test_an_answer_that_is_cut_and_continued_otherwise(shape: Shape, kept: int) -> None:
     """Trim to prompt + `kept` tokens of the answer, then go on with other tokens, or let the model go on."""
@@ -84,7 +85,7 @@ def test_a_conversation_is_rewound_turn_by_turn(shape: Shape) -> None:
 # --- B50: the answer is echoed -----------------------------------------------------------------
 
 
-@shapes
+@half_of_the_shapes
 @pytest.mark.parametrize("num_prompt", [96, 101])
 def test_the_echoed_answer_is_reused_to_its_end(shape: Shape, num_prompt: int) -> None:
     """Only the last token of an answer was never processed."""
@@ -98,7 +99,7 @@ def test_the_echoed_answer_is_reused_to_its_end(shape: Shape, num_prompt: int) -
             assert cached(scene.send(echoed + scene.tokens(30))) == shape.floor(processed)
 
 
-@shapes
+@half_of_the_shapes
 @pytest.mark.parametrize("end", ["stop token", "stop string", "abort"])
 def test_the_echo_of_an_answer_that_ended_early(shape: Shape, end: str) -> None:
     """Ended by the model, by the engine, or by the client who then goes on with what was shown."""
@@ -130,7 +131,7 @@ def test_the_echo_of_an_answer_that_ended_early(shape: Shape, end: str) -> None:
 def test_what_lies_before_an_insertion_is_reused(shape: Shape, place: str) -> None:
     """B57: AAAABBBB, then AAAACBBBB, with parts of 512 tokens."""
     kept = 4 * 512
-    with Scene(shape, interval=2 * shape.export_grid if place == "interval" else 0) as scene:
+    with Scene(shape, interval=8 * shape.export_grid if place == "interval" else 0) as scene:
         head, tail = scene.tokens(kept), scene.tokens(kept)
         wanted = ((kept, "message"),) if place == "message" else ()
         scene.send(head + tail, wanted=wanted)
@@ -139,7 +140,7 @@ def test_what_lies_before_an_insertion_is_reused(shape: Shape, place: str) -> No
         if place == "message":
             assert cached(first) >= shape.optional_floor(kept)
         if place == "interval":
-            assert cached(first) >= kept - 2 * shape.export_grid
+            assert cached(first) >= kept - 8 * shape.export_grid
         assert cached(second) >= shape.optional_floor(kept)
         assert cached(second) <= kept
 
@@ -161,7 +162,7 @@ def test_an_early_edit_costs_at_most_one_interval(edited_at: int, unit: int, gri
 
 
 @long_step_shapes
-@pytest.mark.parametrize(("num_thought", "num_answer"), [(500, 50), (33, 20), (1, 1)])
+@pytest.mark.parametrize(("num_thought", "num_answer"), [(500, 50), (33, 1)])
 def test_stripped_thoughts_cost_nothing_before_them(shape: Shape, num_thought: int, num_answer: int) -> None:
     """Turn 1: 2,000 tokens, then thoughts and an answer. Turn 2 leaves the thoughts out."""
     with Scene(shape) as scene:
@@ -204,9 +205,9 @@ def test_the_unreachable_tail_goes_before_what_is_reached(shape: Shape) -> None:
 def test_the_index_of_first_divergence_is_told(shape: Shape, position: int) -> None:
     """B67: a template setting at about token 8 of a long prompt changes everything behind it."""
     with Scene(shape) as scene:
-        prompt = scene.tokens(4200)
+        prompt = scene.tokens(1200)
         scene.send(prompt, wanted=((len(prompt), "history"),))
-        scene.send(scene.tokens(300))
+        scene.send(scene.tokens(90))
         outcome = scene.submit(changed(prompt, position))
         scene.world.schedule()
         report = scene.request(outcome).reuse

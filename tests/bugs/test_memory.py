@@ -17,6 +17,7 @@ from milepost.sim.fakes import FailAt
 from milepost.sim.spec import Outcome
 
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+half_of_the_shapes = pytest.mark.parametrize("shape", SHAPES[1::2], ids=str)
 some_shapes = pytest.mark.parametrize("shape", SHAPES[2::3], ids=str)
 
 
@@ -28,7 +29,7 @@ def cached(outcome: Outcome) -> int:
 # --- B64: side requests push out the conversation ----------------------------------------------
 
 
-@shapes
+@half_of_the_shapes
 @pytest.mark.parametrize("kind", ["title of the chat", "unrelated", "many unrelated"])
 def test_side_requests_leave_the_conversation_its_state(shape: Shape, kind: str) -> None:
     """Room for the pages of all and for two states besides the running ones. Side prompts run between
@@ -135,7 +136,7 @@ def test_a_request_that_needs_one_unit_too_many_is_refused_at_once(shape: Shape,
         assert len(largest.output_tokens) == 1
 
 
-@shapes
+@half_of_the_shapes
 @pytest.mark.parametrize("num_requests", [2, 5])
 @pytest.mark.parametrize("spare_units", [0, 1, 4])
 def test_requests_that_fit_only_one_after_the_other_all_end(
@@ -285,7 +286,7 @@ def test_the_budget_is_checked_when_the_engine_starts(shape: Shape) -> None:
         )
 
 
-@shapes
+@half_of_the_shapes
 @pytest.mark.parametrize("num_fitting", [1, 2, 4])
 def test_more_clients_than_states_wait_instead_of_failing(shape: Shape, num_fitting: int) -> None:
     """Maximum concurrency is promised, memory is there for fewer: never more run than fit, all end."""
