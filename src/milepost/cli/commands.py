@@ -206,7 +206,8 @@ def sim(
         ),
     ] = None,
     workload: Annotated[
-        str, typer.Option("--workload", help="Generated requests: multiturn, fork, agents or growing.")
+        str,
+        typer.Option("--workload", help="Generated: multiturn, fork, completions, agents or growing."),
     ] = "multiturn",
     scale: Annotated[int, typer.Option("--scale", min=1, help="Multiplies a workload's conversations.")] = 1,
     seed: Annotated[int, typer.Option("--seed", help="Seed of a workload or of the first swarm run.")] = 0,

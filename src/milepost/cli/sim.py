@@ -115,7 +115,7 @@ def run_comparison(options: SimOptions, console: Console, status: Console) -> No
     shape = named_shape(options.geometry)
     found: list[comparing.Comparison] = []
     with _progress(status) as begin:
-        for name in ("multiturn", "fork", "agents"):
+        for name in ("multiturn", "fork", "agents", "completions"):
             requests = generate(name, options.seed, options.scale)
             on_progress = begin(name, len(comparing.SHARES))
             unit = options.match_unit or WORKLOAD_MATCH_UNIT

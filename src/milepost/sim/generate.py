@@ -45,10 +45,15 @@ def _multiturn(rng: Random, scale: int) -> list[Conversation]:
     ]
 
 
-def _fork(rng: Random, scale: int) -> list[Conversation]:
+def _fork(rng: Random, scale: int, *, is_message: bool = True) -> list[Conversation]:
     """Clients that hang many tails on four anchors of 1,000 to 8,000 tokens."""
     anchors = [random_tokens(rng, 1000 * (1 << number)) for number in range(4)]
-    return [fork(child_rng(rng), anchors, 12, 300, 16) for _ in range(6 * scale)]
+    return [fork(child_rng(rng), anchors, 12, 300, 16, is_message=is_message) for _ in range(6 * scale)]
+
+
+def _completions(rng: Random, scale: int) -> list[Conversation]:
+    """The same without anything that says where the shared part ends."""
+    return _fork(rng, scale, is_message=False)
 
 
 def _agents(rng: Random, scale: int) -> list[Conversation]:
@@ -69,6 +74,7 @@ def _growing(rng: Random, scale: int) -> list[Conversation]:
 WORKLOADS: dict[str, Callable[[Random, int], list[Conversation]]] = {
     "multiturn": _multiturn,
     "fork": _fork,
+    "completions": _completions,
     "agents": _agents,
     "growing": _growing,
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from random import Random
 
 from milepost.core.plan import SamplingParams
@@ -91,9 +92,20 @@ def multiturn(
 
 
 def fork(
-    rng: Random, anchors: Sequence[array[int]], num_tails: int, tail_tokens: int, output_tokens: int
+    rng: Random,
+    anchors: Sequence[array[int]],
+    num_tails: int,
+    tail_tokens: int,
+    output_tokens: int,
+    *,
+    is_message: bool = True,
 ) -> Conversation:
-    """Many tails on few anchors: one request after the other, each on a random anchor."""
+    """Many tails on few anchors: one request after the other, each on a random anchor.
+
+    Args:
+        is_message: the anchor is a message (a system prompt, a document), whose end the caller knows;
+            False: a plain completion, where nothing says that others will share it.
+    """
     for number in range(num_tails):
         index = rng.randrange(len(anchors))
         prompt = array("I", anchors[index])
@@ -103,6 +115,7 @@ def fork(
                 prompt=prompt,
                 max_tokens=output_tokens,
                 sampling=greedy(),
+                wanted=((len(anchors[index]), "message"),) if is_message else (),
                 conversation=f"fork {index}",
                 label=f"fork {index}/tail {number}",
             )
@@ -135,22 +148,27 @@ def agent(
     *,
     name: str = "agent",
 ) -> Conversation:
-    """An agent at work on one task."""
+    """An agent at work on one task. A prompt is the messages and the header that asks for an answer."""
     messages: list[array[int]] = [array("I", system)]
+    header = random_tokens(rng, max(1, sizes.template_tokens))
     title_prompt = random_tokens(rng, 24)
     for turn in range(num_turns):
         messages.append(random_tokens(rng, 1 + rng.randrange(2 * sizes.user_tokens)))
         if len(messages) > 3 and rng.random() < habits.edit:
             edited = rng.randrange(1, len(messages) - 1)
             messages[edited] = random_tokens(rng, 1 + rng.randrange(2 * sizes.user_tokens))
-        prompt = _joined(messages)
+        prompt = _joined([*messages, header])
         specs = [_agent_spec(rng, prompt, messages, sizes, name, f"{name}/turn {turn}")]
         if rng.random() < habits.side:
-            side = prompt[:]
-            side.extend(title_prompt)
+            side = _joined([*messages, title_prompt, header])
             specs.append(
                 RequestSpec(
-                    prompt=side, max_tokens=8, sampling=greedy(), priority=1, label=f"{name}/side {turn}"
+                    prompt=side,
+                    max_tokens=8,
+                    sampling=greedy(),
+                    wanted=tuple((end, "message") for end in _message_ends(messages)),
+                    priority=1,
+                    label=f"{name}/side {turn}",
                 )
             )
         if rng.random() < habits.abort:
@@ -162,7 +180,7 @@ def agent(
         if rng.random() < habits.strip:
             answer = answer[len(answer) - len(answer) // 4 :]
         if answer:
-            messages.append(array("I", answer))
+            messages.append(header + answer)
 
 
 def _joined(messages: Sequence[array[int]]) -> array[int]:
@@ -172,17 +190,21 @@ def _joined(messages: Sequence[array[int]]) -> array[int]:
     return joined
 
 
+def _message_ends(messages: Sequence[array[int]]) -> list[int]:
+    """Token position behind each message, as a chat template knows them."""
+    return list(accumulate(len(message) for message in messages))
+
+
 def _agent_spec(
     rng: Random, prompt: array[int], messages: Sequence[array[int]], sizes: TurnSizes, name: str, label: str
 ) -> RequestSpec:
-    wanted = [(len(messages[0]), "message"), (len(prompt), "history")]
-    if len(messages) > 2:
-        wanted.append((len(prompt) - len(messages[-1]), "message"))
+    ends = _message_ends(messages)
+    wanted = [*((end, "message") for end in ends[:-1]), (ends[-1], "history")]
     return RequestSpec(
         prompt=prompt[:],
         max_tokens=sizes.output_tokens,
         sampling=greedy(),
-        wanted=tuple(sorted(wanted)),
+        wanted=tuple(wanted),
         conversation=name,
         delay=sizes.think_seconds * rng.random() * 2.0,
         label=label,
