@@ -65,6 +65,8 @@ class Kernels:
     store_latents: Callable[..., None]
     attend_latents: Callable[..., torch.Tensor]
     kda_mixer: Callable[..., torch.Tensor]
+    gdn_mixer: Callable[..., torch.Tensor]
+    gqa_mixer: Callable[..., torch.Tensor]
     moe: Callable[..., torch.Tensor]
     choices: tuple[KernelChoice, ...]
     numerics: str

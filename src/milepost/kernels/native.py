@@ -15,9 +15,12 @@ from typing import Any
 
 import torch
 
+from milepost.kernels import reference_gdn, reference_gqa
 from milepost.kernels.arguments import KdaInputs, KdaParams, MoeParams
 from milepost.kernels.index import AttentionIndex, RecurrentIndex, RowSpan
 from milepost.kernels.reference import ExpertWeights
+from milepost.kernels.reference_gdn import GdnInputs, GdnParams
+from milepost.kernels.reference_gqa import GqaInputs, GqaParams
 
 _MAX_CACHED_VIEWS = 4096
 
@@ -196,6 +199,62 @@ class NativeOperations:
             result,
         )
         return result
+
+    def gdn_mixer(
+        self,
+        inputs: GdnInputs,
+        params: GdnParams,
+        tails: torch.Tensor,
+        states: torch.Tensor,
+        index: RecurrentIndex,
+    ) -> torch.Tensor:
+        """The KDA kernel with one decay per head, on a convolution done beforehand (one tap of 1)."""
+        num_rows, heads = inputs.beta.shape
+        convolved = reference_gdn.convolved(inputs.raw, params.conv_taps, tails, index)
+        parts = reference_gdn.repeated_parts(convolved, params)
+        channels = torch.cat([part.reshape(num_rows, -1) for part in parts], dim=-1)
+        width = heads * params.key_dim
+        per_key = inputs.decay.float().unsqueeze(-1).expand(-1, -1, params.key_dim)
+        gate = inputs.gate.float()
+        result = self._local.workspace.rows("gdn_mixer", num_rows, heads * params.value_dim, torch.float32)
+        self._library.kda_mixer(
+            channels,
+            per_key.reshape(num_rows, width),
+            inputs.beta,
+            gate,
+            torch.ones(1, channels.shape[1]),
+            params.decay_log,
+            params.dt_bias.repeat_interleave(params.key_dim),
+            params.norm_weight,
+            params.norm_eps,
+            None,
+            torch.empty(states.shape[0], 0, channels.shape[1]),
+            states,
+            self._recurrent_plan(index),
+            result,
+        )
+        # silu(z) = z * sigmoid(z); the kernel has multiplied by the sigmoid.
+        return (result * gate).to(inputs.gate.dtype)
+
+    def gqa_mixer(
+        self, inputs: GqaInputs, params: GqaParams, pages: torch.Tensor, index: AttentionIndex
+    ) -> torch.Tensor:
+        """Each key-value head as a latent [value | key] that its group of query heads attends to."""
+        query = reference_gqa.store_and_rotate(inputs, params, pages, index)
+        num_rows, _, dim = query.shape
+        plan = self._attention_plan(index)
+        group = params.num_heads // params.num_kv_heads
+        out = torch.empty_like(query)
+        for head in range(params.num_kv_heads):
+            heads = slice(head * group, (head + 1) * group)
+            # Zeros meet the value part, so that a score is that of the key alone.
+            wide = query.new_zeros(num_rows, group, 2 * dim)
+            wide[:, :, dim:] = query[:, heads]
+            mixed = query.new_empty(num_rows, group, dim)
+            latents = pages[:, :, 2 * dim * head : 2 * dim * (head + 1)]
+            self._library.attend(wide, latents, plan, dim, dim**-0.5, mixed)
+            out[:, heads] = mixed
+        return reference_gqa.gated_output(out, inputs, params)
 
     def moe(
         self,

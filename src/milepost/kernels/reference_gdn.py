@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from milepost.kernels.index import RecurrentIndex
-from milepost.kernels.reference import l2_norm, short_conv
+from milepost.kernels.reference import gather_initial, l2_norm
 from milepost.kernels.reference_kda import KdaRows, kda
 
 
@@ -73,23 +73,49 @@ def gdn_mixer(
         [N, value heads * value dim] in the model dtype.
     """
     num_rows = inputs.raw.shape[0]
-    key_width = params.num_key_heads * params.key_dim
-    repeats = params.num_value_heads // params.num_key_heads
-    mixed = short_conv(inputs.raw, params.conv_taps.t(), tails, index)
-    q, k, v = mixed.split([key_width, key_width, mixed.shape[1] - 2 * key_width], dim=-1)
-    q, k = (
-        l2_norm(x.reshape(num_rows, params.num_key_heads, params.key_dim)).repeat_interleave(repeats, dim=1)
-        for x in (q, k)
-    )
-    v = v.reshape(num_rows, params.num_value_heads, params.value_dim)
+    q, k, v = repeated_parts(F.silu(convolved(inputs.raw, params.conv_taps, tails, index)), params)
     decay = -params.decay_log.exp() * F.softplus(inputs.decay.float() + params.dt_bias)
     g = decay.unsqueeze(-1).expand(-1, -1, params.key_dim)
     beta = torch.sigmoid(inputs.beta.float())
-    out = kda(KdaRows(q * params.key_dim**-0.5, k, v, g, beta), states, index)
-    return _silu_gated_norm(out, inputs.gate.reshape(out.shape), params).reshape(num_rows, -1)
+    out = kda(KdaRows(l2_norm(q) * params.key_dim**-0.5, l2_norm(k), v, g, beta), states, index)
+    scale = torch.rsqrt(out.square().mean(-1, keepdim=True) + params.norm_eps)
+    gate = inputs.gate.reshape(out.shape).float()
+    return (out * scale * params.norm_weight * F.silu(gate)).to(inputs.gate.dtype).reshape(num_rows, -1)
 
 
-def _silu_gated_norm(x: torch.Tensor, gate: torch.Tensor, params: GdnParams) -> torch.Tensor:
-    """rms_norm(x) * weight * silu(gate), in this order, fp32 inside; result in gate's dtype."""
-    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + params.norm_eps)
-    return (x * scale * params.norm_weight * F.silu(gate.float())).to(gate.dtype)
+def convolved(
+    raw: torch.Tensor, taps: torch.Tensor, tails: torch.Tensor, index: RecurrentIndex
+) -> torch.Tensor:
+    """Causal depthwise convolution without its activation, fp32 [N, C]; see `reference.short_conv`.
+
+    Args:
+        taps: fp32 [taps, C].
+    """
+    num_taps, channels = taps.shape
+    initial = gather_initial(tails, index)
+    extended = raw.new_empty(raw.shape[0] + initial.shape[0] * (num_taps - 1), channels)
+    extended.index_copy_(0, index.extended_tail_rows, initial.reshape(-1, channels))
+    extended.index_copy_(0, index.extended_raw_rows, raw)
+    stored = extended.index_select(0, index.extended_write_rows).view(-1, num_taps - 1, channels)
+    tails.index_copy_(0, index.write_slots, stored)
+    wide = extended.float()
+    result = torch.zeros(raw.shape, dtype=torch.float32)
+    for tap in range(num_taps):
+        rows = index.extended_raw_rows - (num_taps - 1 - tap)
+        result.addcmul_(wide.index_select(0, rows), taps[tap])
+    return result
+
+
+def repeated_parts(
+    channels: torch.Tensor, params: GdnParams
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k [N, value heads, key dim] and v [N, value heads, value dim] of rows [N, q | k | v]."""
+    num_rows = channels.shape[0]
+    key_width = params.num_key_heads * params.key_dim
+    repeats = params.num_value_heads // params.num_key_heads
+    q, k, v = channels.split([key_width, key_width, channels.shape[1] - 2 * key_width], dim=-1)
+    q, k = (
+        x.reshape(num_rows, params.num_key_heads, params.key_dim).repeat_interleave(repeats, dim=1)
+        for x in (q, k)
+    )
+    return q, k, v.reshape(num_rows, params.num_value_heads, params.value_dim)

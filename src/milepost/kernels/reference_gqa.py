@@ -13,6 +13,7 @@ import torch
 
 from milepost.kernels.index import AttentionIndex
 from milepost.kernels.reference import MAX_SCORES, rms_norm, store_rows
+from milepost.kernels.rowwise import on_full_vectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,67 +65,68 @@ def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         angles: fp32 [N, A].
     """
     half = angles.shape[1]
-    cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+    cos, sin = (on_full_vectors(function, angles).unsqueeze(1) for function in (torch.cos, torch.sin))
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
 def gqa_mixer(
-    inputs: GqaInputs,
-    params: GqaParams,
-    key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
-    index: AttentionIndex,
+    inputs: GqaInputs, params: GqaParams, pages: torch.Tensor, index: AttentionIndex
 ) -> torch.Tensor:
     """Norms, rotary positions, storing, attention and output gate of all sequences of a step.
 
     Args:
-        key_pages, value_pages: [pages, match_unit, kv heads * head_dim] in the stored dtype; the rows
-            are stored first and then read back like every other.
+        pages: [pages, match_unit, kv heads * 2 * head_dim] in the stored dtype, per kv head value, then
+            key; the rows are stored first and then read back like every other.
 
     Returns:
         attention output * sigmoid(gate), [N, heads * head_dim] in the model dtype.
     """
+    query = store_and_rotate(inputs, params, pages, index)
+    out = grouped_attention(query, pages, index, params.num_kv_heads)
+    return gated_output(out, inputs, params)
+
+
+def store_and_rotate(
+    inputs: GqaInputs, params: GqaParams, pages: torch.Tensor, index: AttentionIndex
+) -> torch.Tensor:
+    """Stores keys and values of the rows; the rotated queries, fp32 [N, heads, head_dim]."""
     num_rows = inputs.key.shape[0]
-    query_gate = inputs.query_gate.reshape(num_rows, params.num_heads, 2, params.head_dim)
-    query, gate = query_gate[:, :, 0].float(), query_gate[:, :, 1]
+    query = inputs.query_gate.reshape(num_rows, params.num_heads, 2, params.head_dim)[:, :, 0].float()
     key = inputs.key.reshape(num_rows, params.num_kv_heads, params.head_dim).float()
     # fp32 angles, as the models were trained: whole positions times rounded frequencies.
     angles = row_positions(index).float().unsqueeze(1) * params.inverse_frequencies
-    query = rotate(rms_norm(query, params.query_norm, params.norm_eps), angles)
     key = rotate(rms_norm(key, params.key_norm, params.norm_eps), angles)
-    store_rows(key_pages, key.reshape(num_rows, -1), index)
-    store_rows(value_pages, inputs.value, index)
-    out = grouped_attention(query, key_pages, value_pages, index, scale=params.head_dim**-0.5)
-    return (out * torch.sigmoid(gate.float())).to(inputs.key.dtype).reshape(num_rows, -1)
+    value = inputs.value.reshape(key.shape).float()
+    store_rows(pages, torch.cat([value, key], dim=-1).reshape(num_rows, -1), index)
+    return rotate(rms_norm(query, params.query_norm, params.norm_eps), angles)
+
+
+def gated_output(out: torch.Tensor, inputs: GqaInputs, params: GqaParams) -> torch.Tensor:
+    """out fp32 [N, heads, head_dim] * sigmoid(gate), [N, heads * head_dim] in the model dtype."""
+    num_rows = out.shape[0]
+    gate = inputs.query_gate.reshape(num_rows, params.num_heads, 2, params.head_dim)[:, :, 1].float()
+    return (out * on_full_vectors(torch.sigmoid, gate)).to(inputs.key.dtype).reshape(num_rows, -1)
 
 
 def grouped_attention(
-    query: torch.Tensor,
-    key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
-    index: AttentionIndex,
-    *,
-    scale: float,
+    query: torch.Tensor, pages: torch.Tensor, index: AttentionIndex, num_kv_heads: int
 ) -> torch.Tensor:
     """Causal attention; only entries [0, position] of a sequence are ever read.
 
     Args:
         query: fp32 [N, H, head_dim], rotated.
-        key_pages, value_pages: [pages, match_unit, kv heads * head_dim]; rows of this step are in.
+        pages: see `gqa_mixer`; rows of this step are in.
 
     Returns:
         fp32 [N, H, head_dim].
     """
     num_heads, head_dim = query.shape[1:]
-    num_kv_heads = key_pages.shape[-1] // head_dim
+    scale = head_dim**-0.5
     result = torch.empty_like(query)
     for span, table in zip(index.spans, index.page_tables, strict=True):
-        keys, values = (
-            pages.index_select(0, table).view(-1, num_kv_heads, head_dim)[: span.end_position].float()
-            for pages in (key_pages, value_pages)
-        )
-        keys, values = keys.permute(1, 2, 0), values.transpose(0, 1)
+        entries = pages.index_select(0, table).view(-1, num_kv_heads, 2, head_dim)[: span.end_position]
+        values, keys = entries[:, :, 0].float().transpose(0, 1), entries[:, :, 1].float().permute(1, 2, 0)
         block = max(1, MAX_SCORES // (num_heads * span.end_position))
         for first in range(span.first_row, span.end_row, block):
             end = min(first + block, span.end_row)

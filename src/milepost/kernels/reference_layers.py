@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from milepost.kernels import reference
+from milepost.kernels import reference, reference_gdn, reference_gqa
 from milepost.kernels.arguments import KdaInputs, KdaParams, MoeParams
 from milepost.kernels.index import AttentionIndex, RecurrentIndex
 from milepost.kernels.reference import ExpertWeights
@@ -93,6 +93,8 @@ def linear_swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 rms_norm = reference.rms_norm
+gdn_mixer = reference_gdn.gdn_mixer
+gqa_mixer = reference_gqa.gqa_mixer
 
 
 def store_latents(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from milepost.kernels.index import RecurrentIndex
-from milepost.kernels.reference_gdn import GdnInputs, GdnParams, gdn_mixer
+from milepost.kernels.reference_gdn import GdnInputs, GdnParams
 from milepost.models.inputs import CacheFields
 from milepost.models.layers import Loader
 from milepost.models.layout import CONV_TAIL_FIELD, STATE_MATRIX_FIELD
@@ -54,7 +54,7 @@ class GdnLayer:
         """
         inputs = GdnInputs(*self._kernels.linear_parts(x, self._inputs))
         tails, states = cache[self._layer, CONV_TAIL_FIELD], cache[self._layer, STATE_MATRIX_FIELD]
-        mixed = gdn_mixer(inputs, self._params, tails, states, index)
+        mixed = self._kernels.gdn_mixer(inputs, self._params, tails, states, index)
         return self._kernels.linear(mixed, self._out, residual=residual)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from milepost.kernels.index import AttentionIndex
-from milepost.kernels.reference_gqa import GqaInputs, GqaParams, gqa_mixer, inverse_frequencies
+from milepost.kernels.reference_gqa import GqaInputs, GqaParams, inverse_frequencies
 from milepost.models.inputs import CacheFields
 from milepost.models.layers import Loader
-from milepost.models.layout import KEY_FIELD, VALUE_FIELD
+from milepost.models.layout import KEY_VALUE_FIELD
 from milepost.models.specs import GqaSpec
 
 
@@ -46,6 +46,6 @@ class GqaLayer:
         `residual` may be overwritten.
         """
         inputs = GqaInputs(*self._kernels.linear_parts(x, self._inputs))
-        keys, values = cache[self._layer, KEY_FIELD], cache[self._layer, VALUE_FIELD]
-        mixed = gqa_mixer(inputs, self._params, keys, values, index)
+        pages = cache[self._layer, KEY_VALUE_FIELD]
+        mixed = self._kernels.gqa_mixer(inputs, self._params, pages, index)
         return self._kernels.linear(mixed, self._out, residual=residual)

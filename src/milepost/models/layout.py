@@ -19,10 +19,8 @@ STATE_FIELD_ALIGNMENT = 64
 
 LATENT_FIELD = "latent"
 """MLA: per token the normed latent followed by the shared key part."""
-KEY_FIELD = "keys"
-"""GQA: per token the normed and rotated keys of all key-value heads."""
-VALUE_FIELD = "values"
-"""GQA: per token the values of all key-value heads."""
+KEY_VALUE_FIELD = "key_value"
+"""GQA: per token and key-value head the value, then the normed and rotated key."""
 CONV_TAIL_FIELD = "conv_tail"
 """KDA, GDN: the last conv_kernel - 1 raw q|k|v rows before the convolution, oldest first."""
 STATE_MATRIX_FIELD = "state_matrix"
@@ -136,11 +134,9 @@ def cache_layout(spec: DecoderSpec, dtype: str) -> CacheLayout:
         fields = tuple(TokenField(layer, LATENT_FIELD, width, dtype) for layer in spec.layer_indices("mla"))
         attention.append(AttentionGroupLayout("mla", fields))
     if spec.gqa is not None:
-        width = spec.gqa.kv_width
+        width = 2 * spec.gqa.kv_width
         fields = tuple(
-            TokenField(layer, name, width, dtype)
-            for layer in spec.layer_indices("gqa")
-            for name in (KEY_FIELD, VALUE_FIELD)
+            TokenField(layer, KEY_VALUE_FIELD, width, dtype) for layer in spec.layer_indices("gqa")
         )
         attention.append(AttentionGroupLayout("gqa", fields))
     if spec.kda is not None:
