@@ -28,12 +28,16 @@ import data
 
 @dataclass(frozen=True)
 class Stage:
-    """``tokens`` tokens in batches of ``rows`` x ``row_tokens``; mix = (text, recall, chat, dense)."""
+    """``tokens`` tokens in batches of ``rows`` x ``row_tokens``; mix = (text, recall, chat, dense).
+
+    ``constant_rate`` is a fixed learning-rate factor; None follows the schedule of the whole run.
+    """
 
     rows: int
     row_tokens: int
     tokens: int
     mix: tuple[float, float, float, float]
+    constant_rate: float | None = None
 
 
 PLAN = (
@@ -41,6 +45,7 @@ PLAN = (
     Stage(8, 512, 1_600_000, (0.20, 0.55, 0.15, 0.10)),
     Stage(2, 2048, 1_800_000, (0.20, 0.60, 0.15, 0.05)),
     Stage(1, 4096, 900_000, (0.15, 0.65, 0.15, 0.05)),
+    Stage(1, 5120, 400_000, (0.10, 0.75, 0.10, 0.05), constant_rate=0.12),
 )
 
 
@@ -163,7 +168,11 @@ class Trainer:
     def rate(self) -> float:
         """Learning-rate factor: warm-up, constant, linear fall."""
         options = self.options
-        done = self.progress.tokens / sum(stage.tokens for stage in self.plan)
+        stage = self.stage()
+        if stage is not None and stage.constant_rate is not None:
+            return stage.constant_rate
+        scheduled = sum(stage.tokens for stage in self.plan if stage.constant_rate is None)
+        done = self.progress.tokens / scheduled
         fall = min(1.0, max(0.0, (1 - done) / options.decay_share))
         warm = min(1.0, (self.progress.step + 1) / options.warmup_steps)
         return warm * (options.final_lr_share + (1 - options.final_lr_share) * fall)
@@ -275,9 +284,8 @@ def prepare(run_dir: Path, corpus: Path | None, vocab_size: int) -> None:
 def load_plan(path: Path | None) -> tuple[Stage, ...]:
     if path is None:
         return PLAN
-    return tuple(
-        Stage(s["rows"], s["row_tokens"], s["tokens"], tuple(s["mix"])) for s in json.loads(path.read_text())
-    )
+    stages = json.loads(path.read_text())
+    return tuple(Stage(**{**stage, "mix": tuple(stage["mix"])}) for stage in stages)
 
 
 def run(trainer: Trainer, log_every: int, save_every_s: float, stop_after_s: float) -> None:
