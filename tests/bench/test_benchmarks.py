@@ -14,6 +14,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from milepost.kernels.native_library import native_library  # noqa: E402
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -118,3 +120,36 @@ def test_core_bench_prints_its_bound(tmp_path: Path) -> None:
         16384,
     ]
     assert "bound" in done.stdout and document["commit"] != ""
+
+
+def test_a_random_model_is_written_and_measured(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    sizes = (
+        "--layers",
+        "4",
+        "--hidden",
+        "128",
+        "--intermediate",
+        "128",
+        "--vocabulary",
+        "2100",
+        "--experts",
+        "4",
+    )
+    made = subprocess.run(
+        [sys.executable, str(ROOT / "bench" / "make_model.py"), str(directory), *sizes],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert made.returncode == 0, made.stderr
+    assert "M parameters" in made.stdout
+    if native_library().module is None:
+        pytest.skip(native_library().reason)
+    arguments = ("--only-models", "--model", str(directory), "--prompt-tokens", "512", "--steps", "2")
+    document, done = run_script("kernels.py", tmp_path / "result.json", *arguments)
+    rows = {row["kernels"]: row for row in document["results"]["model model"]}
+    assert set(rows) == {"native", "reference"}
+    for row in rows.values():
+        assert row["prefill_tokens_per_s"] > 0 and row["decode_8_ms"] > 0
+    assert "floor of a decode step" in done.stdout

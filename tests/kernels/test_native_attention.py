@@ -44,6 +44,11 @@ def attend(
     return out
 
 
+def tolerance(isa: str, dtype: torch.dtype) -> float:
+    """Where the CPU multiplies pairs of bf16, queries and softmax weights are rounded to bf16."""
+    return 2**-6 if isa == "avx512_bf16" and dtype == torch.bfloat16 else 5e-6
+
+
 def rows(
     cache: Cache, query: torch.Tensor, first: int, end: int, value_width: int = VALUE_WIDTH
 ) -> torch.Tensor:
@@ -64,7 +69,7 @@ def test_close_to_the_reference(isa: str, dtype: torch.dtype, width: int, value_
     finite = torch.nan_to_num(pages)
     expected = reference.latent_attention(query, finite, index, value_width=value_width, scale=0.3)
     with using(isa):
-        assert_close(attend(query, pages, index, value_width), expected, 5e-6)
+        assert_close(attend(query, pages, index, value_width), expected, tolerance(isa, dtype))
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -87,17 +92,19 @@ def test_no_cut_changes_a_bit(isa: str, dtype: torch.dtype) -> None:
         assert same_bits(rows(cache, query, 0, total), whole)
 
 
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [1, 4, 32, 100])
-def test_any_number_of_heads(dtype: torch.dtype, heads: int) -> None:
+def test_any_number_of_heads(isa: str, dtype: torch.dtype, heads: int) -> None:
     cache = Cache(randn(40, WIDTH, seed=1, dtype=dtype), 16)
     query = randn(40, heads, WIDTH, seed=2)
-    whole = rows(cache, query, 0, 40)
     expected = reference.latent_attention(
         query, torch.nan_to_num(cache.pages), cache.index(0, 40), value_width=VALUE_WIDTH, scale=0.3
     )
-    assert_close(whole, expected, 5e-6)
-    assert same_bits(rows(cache, query, 39, 40), whole[39:])
+    with using(isa):
+        whole = rows(cache, query, 0, 40)
+        assert_close(whole, expected, tolerance(isa, dtype))
+        assert same_bits(rows(cache, query, 39, 40), whole[39:])
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -116,18 +123,22 @@ def test_fused_instruction_sets_agree_and_packing_is_alone(isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("poison", [NAN, float("inf"), -float("inf"), 3e38])
-def test_what_lies_behind_a_row_does_not_matter(isa: str, poison: float) -> None:
+@pytest.mark.parametrize("end", [40, 41])
+def test_what_lies_behind_a_row_does_not_matter(
+    isa: str, dtype: torch.dtype, poison: float, end: int
+) -> None:
     """Later tokens of the same chunk, in the same page and tile, may hold anything."""
-    keys, query = randn(60, WIDTH, seed=1), randn(60, HEADS, WIDTH, seed=2)
+    keys, query = randn(60, WIDTH, seed=1, dtype=dtype), randn(60, HEADS, WIDTH, seed=2)
     spoiled = keys.clone()
-    spoiled[41:] = poison
+    spoiled[end:] = poison
     with using(isa):
         clean = rows(Cache(keys, 16), query, 0, 60)
         result = rows(Cache(spoiled, 16), query, 0, 60)
-        assert same_bits(result[:41], clean[:41])
+        assert same_bits(result[:end], clean[:end])
         if poison != poison:
-            assert torch.isnan(result[41:]).all()
+            assert torch.isnan(result[end:]).all()
 
 
 @pytest.mark.parametrize("isa", ISAS)

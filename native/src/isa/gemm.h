@@ -123,32 +123,30 @@ inline void multiply(const float* x, int64_t x_step, const char* panels, int64_t
 }
 
 #if defined(MP_DOT)
-// The same for rows and weights that are both bf16 pairs: x[k / 2][rows] as 32-bit lanes.
-template <int ROWS, int PANELS, int VECS>
-inline void multiply_dot(const uint32_t* x, const char* panels, int64_t panel_bytes, int64_t depth, float* c,
-                         int64_t c_step) {
-  Accumulators<Panel::depth_pairs, ROWS, PANELS, VECS> sums;
-  sums.begin(c, c_step, 0, false);
-  for (int64_t pair = 0; pair < depth / 2; pair++) {
-    __m512bh w[PANELS * VECS];
+// The same for rows and weights that are both bf16 pairs: x[pair * x_step + r] as 32-bit lanes.
+template <int ROWS, int PANELS>
+inline void multiply_dot(const uint32_t* x, int64_t x_step, const char* panels, int64_t panel_bytes, int64_t pairs,
+                         float* c, int64_t c_step, bool accumulate) {
+  Accumulators<Panel::depth_pairs, ROWS, PANELS, 2> sums;
+  sums.begin(c, c_step, 0, accumulate);
+  for (int64_t pair = 0; pair < pairs; pair++, x += x_step) {
+    __m512bh w[PANELS * 2];
     MP_UNROLL
-    for (int v = 0; v < PANELS * VECS; v++) {
-      const char* lanes = panels + v / VECS * panel_bytes + (pair * kPanel + v % VECS * kLanes) * 4;
-      w[v] = (__m512bh)_mm512_loadu_si512(lanes);
-    }
+    for (int v = 0; v < PANELS * 2; v++)
+      w[v] = (__m512bh)_mm512_loadu_si512(panels + v / 2 * panel_bytes + (pair * kPanel + v % 2 * kLanes) * 4);
     MP_UNROLL
     for (int r = 0; r < ROWS; r++) {
-      const __m512bh xr = (__m512bh)_mm512_set1_epi32(int(x[pair * ROWS + r]));
+      const __m512bh xr = (__m512bh)_mm512_set1_epi32(int(x[r]));
       MP_UNROLL
-      for (int v = 0; v < PANELS * VECS; v++)
-        sums.acc[r][v].v = _mm512_dpbf16_ps(sums.acc[r][v].v, xr, w[v]);
+      for (int v = 0; v < PANELS * 2; v++) sums.acc[r][v].v = _mm512_dpbf16_ps(sums.acc[r][v].v, xr, w[v]);
     }
   }
   sums.end(c, c_step, 0);
 }
 template <int ROWS>
-void multiply_dot_panel(const float* x, int64_t, const char* panel, int64_t depth, float* c, int64_t c_step, bool) {
-  multiply_dot<ROWS, 1, 2>(reinterpret_cast<const uint32_t*>(x), panel, 0, depth, c, c_step);
+void multiply_dot_panel(const float* x, int64_t x_step, const char* panel, int64_t depth, float* c, int64_t c_step,
+                        bool accumulate) {
+  multiply_dot<ROWS, 1>(reinterpret_cast<const uint32_t*>(x), x_step, panel, 0, depth / 2, c, c_step, accumulate);
 }
 #endif
 
@@ -179,6 +177,12 @@ inline PanelFunction dot_function(int64_t rows) {
   static const PanelFunction functions[] = MP_ROW_FUNCTIONS(MP_PANEL);
 #undef MP_PANEL
   return functions[rows - 1];
+}
+// c (+)= pairs of rows times one panel of pairs, for `rows` <= kTileRows rows.
+inline void multiply_pairs(int64_t rows, const uint32_t* x, int64_t x_step, const uint32_t* panel, int64_t pairs,
+                           float* c, int64_t c_step) {
+  dot_function(rows)(reinterpret_cast<const float*>(x), x_step, reinterpret_cast<const char*>(panel), pairs * 2, c, c_step,
+                     true);
 }
 #endif
 #undef MP_ROW_FUNCTIONS
@@ -216,8 +220,8 @@ inline void multiply_wide(int64_t rows, const float* x, const char* panels, int6
 #if defined(MP_DOT)
   if (form == Form::dot) {
     const uint32_t* pairs = reinterpret_cast<const uint32_t*>(x);
-    if (rows == 1) multiply_dot<1, 2, 2>(pairs, panels, panel_bytes, depth, c, c_step);
-    else multiply_dot<2, 2, 2>(pairs, panels, panel_bytes, depth, c, c_step);
+    if (rows == 1) multiply_dot<1, 2>(pairs, 1, panels, panel_bytes, depth / 2, c, c_step, false);
+    else multiply_dot<2, 2>(pairs, 2, panels, panel_bytes, depth / 2, c, c_step, false);
     return;
   }
 #endif
