@@ -122,6 +122,7 @@ def test_core_bench_prints_its_bound(tmp_path: Path) -> None:
     assert "bound" in done.stdout and document["commit"] != ""
 
 
+@pytest.mark.slow
 def test_a_random_model_is_written_and_measured(tmp_path: Path) -> None:
     directory = tmp_path / "model"
     sizes = (
