@@ -20,8 +20,9 @@ from tests.support.driver import Driver, random_tokens  # noqa: E402
 from tests.support.mlx_oracle import dequantized, mlx_logits  # noqa: E402
 from tests.support.pieces import PIECES, RESUME_POSITIONS, run_in_pieces, run_resumed  # noqa: E402
 
-from milepost.kernels.reference_experts import Mxfp4Expert, Mxfp4Weight  # noqa: E402
+from milepost.kernels.reference_experts import Mxfp4Weight  # noqa: E402
 from milepost.models import load_model  # noqa: E402
+from milepost.models.moe import Mxfp4Expert  # noqa: E402
 
 pytestmark = pytest.mark.oracle
 

@@ -14,6 +14,8 @@ from milepost.config import CacheConfig, SchedulerConfig
 from milepost.core.plan import SamplingParams
 from milepost.core.request import Request
 from milepost.core.scheduler import Scheduler
+from milepost.kernels.api import select_kernels
+from milepost.kernels.native_library import native_library
 from milepost.models import describe, load_model
 from milepost.models.loading import LoadedModel
 from milepost.runner.selftest import self_test
@@ -130,9 +132,20 @@ def test_recomputed_tokens_stay_within_the_bound(model: LoadedModel, processed: 
     assert len(tokens) - cached[1] <= UNIT - 1 + max(1, extra)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_native_kernels_are_exact_for_every_family(layout: str, dtype: str, tmp_path: Path) -> None:
+    """P2: cuts, hits and neighbours leave every bit alone."""
+    if native_library().module is None:
+        pytest.skip("no native kernels")
+    result = self_test(load_model(write_family(tmp_path, layout, seed=2, dtype=dtype)))
+    assert result.exact and result.largest_difference == 0.0
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_self_test_measures_every_family(family: str, tmp_path: Path) -> None:
-    result = self_test(load_model(write_family(tmp_path, family, seed=2)))
+def test_the_reference_is_measured_for_every_family(family: str, tmp_path: Path) -> None:
+    directory = write_family(tmp_path, family, seed=2)
+    result = self_test(load_model(directory, kernels=select_kernels("reference")))
     assert result.exact == (result.largest_difference == 0.0)
     assert result.largest_difference < 1e-3
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from milepost.kernels.index import AttentionIndex, RecurrentIndex
+from milepost.kernels.rowwise import on_full_vectors
 
 L2_NORM_EPS = 1e-6
 RENORMALIZE_EPS = 1e-20
@@ -183,7 +184,7 @@ def route(
     Returns:
         expert ids int64 [N, k], ascending per row so that sums have one order, and fp32 weights [N, k].
     """
-    scores = torch.sigmoid(logits)
+    scores = on_full_vectors(torch.sigmoid, logits)
     chosen = torch.topk(scores + correction_bias, experts_per_token, dim=-1).indices
     chosen = chosen.sort(dim=-1).values
     weights = scores.gather(-1, chosen)

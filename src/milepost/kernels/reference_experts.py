@@ -1,18 +1,14 @@
-"""Experts of every family in plain torch: routers, activations, packed weights.
-
-Experts hand out their weights per use, so that a quantised checkpoint stays packed in memory.
-"""
+"""Experts of every family in plain torch: routers, activations, packed weights."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from milepost.kernels.reference import ExpertWeights
+from milepost.kernels.rowwise import on_full_vectors
 
 _MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E8M0_BIAS = 127
@@ -33,30 +29,16 @@ class GluActivation:
         """Both [N, inner]; fp32 inside, result in gate's dtype."""
         wide_gate, wide_up = gate.float(), up.float()
         if self.beta is None:
-            return (F.silu(wide_gate) * wide_up).to(gate.dtype)
-        bounded = self.beta * torch.tanh(wide_gate / self.beta) * torch.sigmoid(wide_gate)
+            return (on_full_vectors(F.silu, wide_gate) * wide_up).to(gate.dtype)
+        bounded = self.beta * on_full_vectors(torch.tanh, wide_gate / self.beta)
+        bounded = bounded * on_full_vectors(torch.sigmoid, wide_gate)
         if self.linear_beta is not None:
-            wide_up = self.linear_beta * torch.tanh(wide_up / self.linear_beta)
+            wide_up = self.linear_beta * on_full_vectors(torch.tanh, wide_up / self.linear_beta)
         return (bounded * wide_up).to(gate.dtype)
 
 
-class Expert(Protocol):
-    """One routed expert."""
-
-    def weights(self) -> ExpertWeights:
-        """gate [inner, in], up [inner, in], down [in, inner] in the model dtype."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlainExpert:
-    """Weights as they are."""
-
-    gate: torch.Tensor
-    up: torch.Tensor
-    down: torch.Tensor
-
-    def weights(self) -> ExpertWeights:
-        return self.gate, self.up, self.down
+Expert = Callable[[torch.Tensor], torch.Tensor]
+"""One routed expert: rows [n, D] in the model dtype -> [n, D]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +60,6 @@ class Mxfp4Weight:
         values = table[nibbles.int()].view(*self.scales.shape, -1)
         exponents = self.scales.int().unsqueeze(-1) - _E8M0_BIAS
         return torch.ldexp(values, exponents).flatten(1).to(dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class Mxfp4Expert:
-    """Weights kept packed; every use decodes them."""
-
-    gate: Mxfp4Weight
-    up: Mxfp4Weight
-    down: Mxfp4Weight
-    dtype: torch.dtype
-
-    def weights(self) -> ExpertWeights:
-        gate, up, down = (weight.decode(self.dtype) for weight in (self.gate, self.up, self.down))
-        return gate, up, down
 
 
 def softmax_route(
@@ -118,7 +86,6 @@ def expert_sum(
     expert_ids: torch.Tensor,
     weights: torch.Tensor,
     experts: Sequence[Expert],
-    activation: GluActivation,
 ) -> torch.Tensor:
     """Weighted sum of the chosen experts' outputs, fp32 [N, D].
 
@@ -139,10 +106,7 @@ def expert_sum(
         if count == 0:
             continue
         places = order[first : first + count]
-        gate, up, down = expert.weights()
-        rows = x.index_select(0, places // per_token)
-        inner = activation(F.linear(rows, gate), F.linear(rows, up))
-        outputs.index_copy_(0, places, F.linear(inner, down))
+        outputs.index_copy_(0, places, expert(x.index_select(0, places // per_token)))
         first += count
     parts = outputs.float().view(num_rows, per_token, -1)
     total = parts[:, 0] * weights[:, 0:1]

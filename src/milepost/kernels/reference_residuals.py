@@ -25,8 +25,9 @@ def mix_sources(sources: Sequence[torch.Tensor], query: torch.Tensor, eps: float
     for source in sources:
         wide = source.float()
         logits.append((wide * query).sum(-1) * torch.rsqrt(wide.square().mean(-1) + eps))
-    weights = torch.softmax(torch.stack(logits), dim=0)
-    total = weights[0].unsqueeze(-1) * sources[0].float()
-    for weight, source in zip(weights[1:], sources[1:], strict=True):
-        total = total.addcmul_(weight.unsqueeze(-1), source.float())
+    # Row by row, so that a row's bits do not depend on the rows beside it.
+    weights = torch.softmax(torch.stack(logits, dim=-1), dim=-1)
+    total = weights[:, :1] * sources[0].float()
+    for number, source in enumerate(sources[1:], start=1):
+        total = total.addcmul_(weights[:, number : number + 1], source.float())
     return total.to(sources[0].dtype)

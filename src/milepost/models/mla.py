@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from milepost.kernels.index import AttentionIndex
+from milepost.kernels.rowwise import on_full_vectors
 from milepost.models.inputs import CacheFields
 from milepost.models.layers import Loader, RmsNorm
 from milepost.models.layout import LATENT_FIELD
@@ -66,5 +67,5 @@ class MlaLayer:
             query = ops.linear(self._query_norm(query), self._query)
         values = ops.attend_latents(query, self._absorb_key, self._absorb_value, pages, index, self._scale)
         for gate in gates:
-            values = (values.float() * torch.sigmoid(gate.float())).to(values.dtype)
+            values = (values.float() * on_full_vectors(torch.sigmoid, gate.float())).to(values.dtype)
         return ops.linear(values, self._out, residual=residual)

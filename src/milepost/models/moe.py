@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 
-from milepost.kernels.api import MoeParams
+from milepost.kernels.api import Kernels, MoeParams
 from milepost.kernels.reference import route
 from milepost.kernels.reference_experts import (
     Expert,
     GluActivation,
-    Mxfp4Expert,
     Mxfp4Weight,
-    PlainExpert,
     expert_sum,
     softmax_route,
 )
+from milepost.kernels.rowwise import on_full_vectors
 from milepost.models.layers import DenseMlp, Loader, RmsNorm
 from milepost.models.specs import MXFP4_GROUP, MoeSpec, SituSpec
 
@@ -36,7 +38,7 @@ class MoeMlp:
         gate = loader.under("gate")
         router = gate.tensor_fp32("weight", spec.num_experts, hidden_size)
         self._router = self._kernels.pack_linear(router, name="moe.router")
-        experts = [expert.weights() for expert in _experts(loader, hidden_size, spec)]
+        experts = list(_expert_weights(loader, hidden_size, spec))
         self._params = MoeParams(
             bias=gate.tensor_fp32("e_score_correction_bias", spec.num_experts),
             experts_per_token=spec.experts_per_token,
@@ -71,7 +73,6 @@ class RoutedMlp:
         self._bias: torch.Tensor | None = None
         if spec.router == "sigmoid":
             self._bias = gate.tensor_fp32("e_score_correction_bias", spec.num_experts)
-        self._activation = GluActivation() if situ is None else GluActivation(situ.beta, situ.linear_beta)
         self._down = self._up = self._latent_norm = None
         width = hidden_size
         if spec.latent is not None:
@@ -81,11 +82,13 @@ class RoutedMlp:
             self._up = pack(loader.linear("routed_expert_up_proj", width, hidden_size), name="moe.up")
             if spec.latent.norm_eps is not None:
                 self._latent_norm = RmsNorm(loader, "routed_expert_norm", width, spec.latent.norm_eps)
-        self._experts = _experts(loader, width, spec)
+        activation = GluActivation() if situ is None else GluActivation(situ.beta, situ.linear_beta)
+        self._experts = _experts(loader, width, spec, activation)
         self._shared = _shared(loader, hidden_size, spec, situ)
-        self._shared_gate: torch.Tensor | None = None
+        self._shared_gate = None
         if spec.shared_gate and self._shared is not None:
-            self._shared_gate = loader.linear("shared_expert_gate", hidden_size, 1)
+            gate_weight = loader.linear("shared_expert_gate", hidden_size, 1).float()
+            self._shared_gate = pack(gate_weight, name="moe.shared_gate")
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """x [N, D] -> residual + experts [N, D]; `residual` may be overwritten."""
@@ -94,7 +97,7 @@ class RoutedMlp:
         shared = None if self._shared is None else self._gated(self._shared(x), x)
         ids, weights = self._route(ops.linear(x, self._router))
         latent = x if self._down is None else ops.linear(x, self._down)
-        total = expert_sum(latent, ids, weights, self._experts, self._activation)
+        total = expert_sum(latent, ids, weights, self._experts)
         if self._latent_norm is not None:
             total = self._latent_norm(total.to(dtype))
         if self._up is not None:
@@ -119,9 +122,8 @@ class RoutedMlp:
         """fp32 [N, D]: the shared MLP's output, times its gate if the family has one."""
         if self._shared_gate is None:
             return shared.float()
-        # One output: a product and a sum per row, the same whoever else is in the step.
-        gate = (x.float() * self._shared_gate.float()).sum(-1, keepdim=True)
-        return torch.sigmoid(gate) * shared.float()
+        gate = self._kernels.linear(x, self._shared_gate)
+        return on_full_vectors(torch.sigmoid, gate) * shared.float()
 
 
 def _shared(loader: Loader, hidden_size: int, spec: MoeSpec, situ: SituSpec | None) -> DenseMlp | None:
@@ -131,24 +133,79 @@ def _shared(loader: Loader, hidden_size: int, spec: MoeSpec, situ: SituSpec | No
     return DenseMlp(loader.under(spec.names.shared), hidden_size, inner, "moe.shared", situ=situ)
 
 
-def _experts(loader: Loader, width: int, spec: MoeSpec) -> list[Expert]:
+ExpertWeights = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""gate [inner, in], up [inner, in], down [in, inner]."""
+
+
+class ExpertMlp:
+    """One routed expert with packed weights."""
+
+    def __init__(self, kernels: Kernels, weights: ExpertWeights, activation: GluActivation) -> None:
+        gate, up, down = weights
+        self._kernels = kernels
+        self._activation = activation
+        parts = (gate.shape[0], up.shape[0])
+        self._gate_up = kernels.pack_linear(torch.cat([gate, up]), name="moe.expert.inner", parts=parts)
+        self._down = kernels.pack_linear(down, name="moe.expert.out")
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self._activation(*self._kernels.linear_parts(x, self._gate_up))
+        return self._kernels.linear(inner, self._down)
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Expert:
+    """One routed expert whose weights stay 4 bits wide in memory; every use decodes them."""
+
+    kernels: Kernels
+    gate: Mxfp4Weight
+    up: Mxfp4Weight
+    down: Mxfp4Weight
+    activation: GluActivation
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up, down = (weight.decode(x.dtype) for weight in (self.gate, self.up, self.down))
+        return ExpertMlp(self.kernels, (gate, up, down), self.activation)(x)
+
+
+def _experts(loader: Loader, width: int, spec: MoeSpec, activation: GluActivation) -> list[Expert]:
+    kernels = loader.kernels
+    if spec.packed_mxfp4:
+        return [_mxfp4_expert(loader, width, spec, number, activation) for number in range(spec.num_experts)]
+    return [ExpertMlp(kernels, weights, activation) for weights in _expert_weights(loader, width, spec)]
+
+
+def _expert_weights(loader: Loader, width: int, spec: MoeSpec) -> Iterator[ExpertWeights]:
     """Separate tensors per expert, or `gate_up_proj` and `down_proj` of all experts stacked."""
     inner = spec.expert_intermediate_size
     experts = loader.under("experts")
     if experts.has("gate_up_proj") or experts.has("down_proj"):
         gate_up = experts.tensor("gate_up_proj", spec.num_experts, 2 * inner, width)
         down = experts.tensor("down_proj", spec.num_experts, width, inner)
-        return [PlainExpert(up[:inner], up[inner:], low) for up, low in zip(gate_up, down, strict=True)]
-    return [_expert(loader.under(f"experts.{n}"), width, inner, spec) for n in range(spec.num_experts)]
+        for both, low in zip(gate_up, down, strict=True):
+            yield both[:inner], both[inner:], low
+        return
+    for number in range(spec.num_experts):
+        yield _separate(experts.under(str(number)), width, spec)
 
 
-def _expert(loader: Loader, width: int, inner: int, spec: MoeSpec) -> Expert:
-    names = spec.names
+def _separate(expert: Loader, width: int, spec: MoeSpec) -> ExpertWeights:
+    names, inner = spec.names, spec.expert_intermediate_size
+    gate, up = (expert.linear(name, width, inner) for name in (names.gate, names.up))
+    return gate, up, expert.linear(names.down, inner, width)
+
+
+def _mxfp4_expert(
+    loader: Loader, width: int, spec: MoeSpec, number: int, activation: GluActivation
+) -> Expert:
+    """Packed if there are scales, else as it is: a checkpoint may leave some experts out."""
+    expert = loader.under(f"experts.{number}")
+    names, inner = spec.names, spec.expert_intermediate_size
     shapes = ((names.gate, width, inner), (names.up, width, inner), (names.down, inner, width))
-    if spec.packed_mxfp4 and any(loader.has(f"{name}.weight_scale") for name, *_ in shapes):
-        gate, up, down = (_mxfp4(loader.under(name), *shape) for name, *shape in shapes)
-        return Mxfp4Expert(gate, up, down, loader.dtype)
-    return PlainExpert(*(loader.linear(*shape) for shape in shapes))
+    if not any(expert.has(f"{name}.weight_scale") for name, *_ in shapes):
+        return ExpertMlp(loader.kernels, _separate(expert, width, spec), activation)
+    gate, up, down = (_mxfp4(expert.under(name), *shape) for name, *shape in shapes)
+    return Mxfp4Expert(loader.kernels, gate, up, down, activation)
 
 
 def _mxfp4(loader: Loader, in_features: int, out_features: int) -> Mxfp4Weight:
