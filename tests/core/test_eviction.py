@@ -239,6 +239,29 @@ def test_stranded_pages_go_before_anything_that_can_be_resumed() -> None:
     assert cache.counters.num_evicted_tokens == 16
 
 
+@pytest.mark.parametrize("moves_on", [False, True])
+def test_a_checkpoint_is_ranked_again_as_soon_as_nobody_stands_on_it(moves_on: bool) -> None:
+    """Forty paths are ranked at once, while a lease stands on the least valuable one."""
+    cache = make_cache()
+    for seed in range(40):
+        grow(cache, numbered(8, seed), [8], 900.0 + seed if seed else 0.0)
+    tokens = [*numbered(8), 1, 2, 3, 4, 5]
+    chain = make_chain(tokens)
+    lease = cache.open(cache.match(chain, 13), chain, 0.0)
+    assert cache.evictor.evict_one(1000.0)
+    assert cache.match(make_chain(numbered(9, 1)), 9).position == 0, "the next one went instead"
+    if moves_on:
+        reservation = cache.reserve(lease, 12, (), 0.0)
+        assert reservation is not None
+        cache.confirm(lease, reservation)
+        cache.publish(lease, 12, (), None, 0.0)
+    else:
+        cache.release(lease, None, 0.0)
+    assert cache.evictor.evict_one(1000.0)
+    assert cache.match(make_chain(numbered(9)), 9).position == 0
+    assert cache.match(make_chain(numbered(9, 2)), 9).position == 8
+
+
 def test_a_fork_keeps_its_trunk_for_the_other_branch() -> None:
     cache = make_cache()
     grow(cache, numbered(8) + [1] * 4, [12], 0.0)
@@ -321,7 +344,11 @@ def test_drop_subtree_takes_everything_behind_a_node_and_nothing_else() -> None:
     grow(cache, numbered(8, 5), [8])
     fork = cache.node_at(make_chain(trunk), 8)
     assert fork is not None
+    used = cache.memory.used_bytes
     assert cache.evictor.drop_subtree(fork) == 4
+    assert cache.counters.evicted_bytes == used - cache.memory.used_bytes
+    assert cache.counters.num_evicted_tokens == 5 * UNIT
+    assert {move for move, _ in cache.counters.evictions} == {"condemned"}
     assert sorted(n.depth for n in cache.tree.index.values()) == [1, 1, 2]
     assert cache.audit([]) == []
     chain = make_chain(numbered(9, 5))

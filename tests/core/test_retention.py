@@ -168,6 +168,15 @@ def test_a_wait_that_starts_again_is_one_wait() -> None:
     assert model._counts[TAIL].used[age_bin(1.0)] == 1.0
 
 
+def test_a_longer_prompt_ends_the_wait_of_the_deepest_checkpoint_it_reached() -> None:
+    harness = Harness()
+    harness.serve(numbered(13), wanted=[(4, "message")])
+    harness.now = 200.0
+    harness.serve(numbered(13) + numbered(20, 1))
+    counts = {key[0]: sum(c.used) for key, c in harness.cache.evictor.reuse._counts.items()}
+    assert counts == {"tail": 1.0}, "12 was reached again; 4 still waits for a prompt of its own"
+
+
 # ------------------------------------------------------------------ bounded bookkeeping
 def test_a_roomy_cache_does_not_collect_outdated_entries() -> None:
     """Thousands of hits on the same few checkpoints, and never an eviction."""
