@@ -303,8 +303,9 @@ def test_every_export_names_its_own_position(unit: int, grid: int, step_tokens: 
     is filed under, and lies on both grids when it comes from inside a chunk."""
     shape = Shape(unit=unit, grid=grid, step_tokens=step_tokens)
     with Scene(shape, interval=2 * unit) as scene:
-        prompt = scene.tokens(12 * unit + unit // 2)
-        outcome = scene.submit(prompt)
+        prompt = scene.tokens(24 * unit + unit // 2)
+        required = tuple((units * unit, "history") for units in (5, 7, 18, 22, 23))
+        outcome = scene.submit(prompt, wanted=required)
         exported = []
         while outcome.finish_reason is None:
             plan = scene.world.schedule()
@@ -317,8 +318,9 @@ def test_every_export_names_its_own_position(unit: int, grid: int, step_tokens: 
             scene.world.execute()
         positions = scene.state_positions(prompt)
         assert set(exported) <= set(positions)
+        assert {position for position, _ in required} <= set(positions)
         assert shape.floor(len(prompt) - 1) in positions
-        for position in positions:
+        for position in positions[::2]:
             resumed = scene.send(prompt[:position] + scene.tokens(3), max_tokens=2)
             assert resumed.num_cached_tokens == position
 
