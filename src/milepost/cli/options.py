@@ -13,7 +13,7 @@ from milepost.config import DEFAULT_DECODE_INTERVAL, DEFAULT_MATCH_UNIT
 Model = Annotated[
     Path | None,
     typer.Argument(
-        help="Model directory: config.json, *.safetensors, tokenizer.json. Default: the embedded model."
+        help="Model directory in hub layout, or a hub id like owner/name. Default: the embedded model."
     ),
 ]
 CacheBytes = Annotated[

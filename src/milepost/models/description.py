@@ -7,6 +7,7 @@ from pathlib import Path
 
 from milepost.errors import CheckpointFileError, ConfigError
 from milepost.models.config_reader import read_json_object
+from milepost.models.hub import is_hub_id, snapshot_directory
 from milepost.models.layout import CacheLayout, cache_layout
 from milepost.models.parameters import count_parameters
 from milepost.models.registry import parse_config
@@ -51,13 +52,15 @@ class ModelDescription:
 
 
 def model_directory(path: str | Path) -> Path:
-    """`path` as a directory that exists.
+    """`path` as a directory that exists, or the local copy of a hub id like `owner/name@revision`.
 
     Raises:
-        CheckpointFileError: it does not, or is a file.
+        CheckpointFileError: it does not exist, is a file, or the hub cannot be reached.
     """
     directory = Path(path)
     if not directory.is_dir():
+        if is_hub_id(str(path)) and not directory.exists():
+            return snapshot_directory(str(path))
         raise CheckpointFileError(f"{directory} is not a directory; give a local directory with config.json")
     return directory
 

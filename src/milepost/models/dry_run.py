@@ -13,7 +13,13 @@ from pathlib import Path
 import torch
 
 from milepost.kernels.api import REFERENCE, select_kernels
-from milepost.models.description import ModelDescription, describe_spec, read_spec, resolve_dtype
+from milepost.models.description import (
+    ModelDescription,
+    describe_spec,
+    model_directory,
+    read_spec,
+    resolve_dtype,
+)
 from milepost.models.hybrid import HybridDecoder
 from milepost.models.loading import TORCH_DTYPES
 from milepost.models.weights import BYTE_DTYPES, FLOAT_DTYPES, WeightReader
@@ -74,6 +80,7 @@ def check_checkpoint(path: str | Path, *, dtype: str | None = None) -> Checkpoin
         ConfigError: the config cannot work; `field` is the key.
         CheckpointFileError: files missing, truncated, foreign or of another shape; names the tensor.
     """
+    path = model_directory(path)
     spec = read_spec(path)
     dtype_name = resolve_dtype(spec, dtype)
     reader = _HeaderReader(path)

@@ -104,9 +104,13 @@ def _check_layer_types(config: ConfigReader, mixers: list[Mixer]) -> None:
     kinds = config.values("layer_types")
     for kind in kinds:
         if kind not in names:
-            raise ConfigError("layer_types", f"has the unknown layer kind {kind!r}; known: {sorted(names)}")
+            raise ConfigError(
+                config.field("layer_types"), f"has the unknown layer kind {kind!r}; known: {sorted(names)}"
+            )
     if [names[kind] for kind in kinds] != mixers:
-        raise ConfigError("layer_types", "disagrees with linear_attn_config.kda_layers / full_attn_layers")
+        raise ConfigError(
+            config.field("layer_types"), "disagrees with linear_attn_config.kda_layers / full_attn_layers"
+        )
 
 
 def _layer_mlps(config: ConfigReader, num_layers: int, moe: MoeSpec | None) -> list[Mlp]:
@@ -139,7 +143,8 @@ def read_mla(config: ConfigReader) -> MlaSpec:
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
     if num_kv_heads != num_heads:
         raise ConfigError(
-            "num_key_value_heads", f"must equal num_attention_heads {num_heads}, not {num_kv_heads}"
+            config.field("num_key_value_heads"),
+            f"must equal num_attention_heads {num_heads}, not {num_kv_heads}",
         )
     return MlaSpec(
         num_heads=num_heads,
@@ -161,7 +166,8 @@ def read_moe(config: ConfigReader) -> MoeSpec | None:
     experts_per_token = config.integer("num_experts_per_token")
     if experts_per_token > num_experts:
         raise ConfigError(
-            "num_experts_per_token", f"is {experts_per_token}, more than num_experts {num_experts}"
+            config.field("num_experts_per_token"),
+            f"is {experts_per_token}, more than num_experts {num_experts}",
         )
     inner = config.integer("moe_intermediate_size")
     return MoeSpec(

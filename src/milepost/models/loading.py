@@ -11,7 +11,13 @@ import torch
 
 from milepost.core.geometry import CacheGeometry
 from milepost.kernels.api import Kernels, select_kernels
-from milepost.models.description import ModelDescription, describe_spec, read_spec, resolve_dtype
+from milepost.models.description import (
+    ModelDescription,
+    describe_spec,
+    model_directory,
+    read_spec,
+    resolve_dtype,
+)
 from milepost.models.hybrid import HybridDecoder
 from milepost.models.layout import CacheLayout, cache_layout
 from milepost.models.specs import DecoderSpec
@@ -78,6 +84,7 @@ def load_model(
     """Loads `path/config.json` and `path/*.safetensors`.
 
     Args:
+        path: a directory in hub layout, or a hub id.
         dtype: "float32", "bfloat16", or None / "auto" for what the checkpoint asks for.
         progress: called with (bytes loaded, bytes in all) after each tensor.
         check_finite: refuse weights that hold NaN or infinity (reads every value once).
@@ -87,6 +94,7 @@ def load_model(
         ConfigError: the config cannot work; `field` is the key.
         CheckpointFileError: files missing, truncated, foreign or of another shape.
     """
+    path = model_directory(path)
     spec = read_spec(path)
     dtype_name = resolve_dtype(spec, dtype)
     weights = WeightReader(path, progress=progress, check_finite=check_finite)

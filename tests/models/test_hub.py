@@ -1,0 +1,89 @@
+"""Hub ids: a local directory comes first, and every way to fail says what to do."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from tests.support.checkpoints import write_checkpoint
+
+from milepost.errors import CheckpointFileError
+from milepost.models import describe, load_model
+from milepost.models.description import model_directory
+from milepost.models.hub import is_hub_id
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A hub that answers what the test puts in; calls are recorded behind it."""
+    answers: list[Any] = []
+    module = ModuleType("huggingface_hub")
+
+    def snapshot_download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        answer = answers.pop(0)
+        answers.append((name, revision, allow_patterns))
+        if isinstance(answer, Exception):
+            raise answer
+        return str(answer)
+
+    module.snapshot_download = snapshot_download  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("owner/name", True), ("owner/name-1.5_b@main", True), ("owner", False), ("/owner/name", False),
+        ("a/b/c", False), ("../name", False), ("./name", False), ("owner/", False), ("~/name", False),
+    ],
+)  # fmt: skip
+def test_what_looks_like_an_id(text: str, expected: bool) -> None:
+    assert is_hub_id(text) == expected
+
+
+def test_an_id_is_fetched(hub: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    copy = write_checkpoint(tmp_path / "cache" / "copy")
+    hub.append(copy)
+    assert describe("owner/name@1234").num_layers == 5
+    name, revision, patterns = hub.pop()
+    assert (name, revision) == ("owner/name", "1234")
+    assert {"*.safetensors", "*.json", "tiktoken.model"} <= set(patterns) and "*.bin" not in patterns
+    hub.append(copy)
+    assert load_model("owner/name").vocab_size == 131
+    assert hub.pop()[:2] == ("owner/name", None)
+
+
+def test_a_local_directory_comes_first(
+    hub: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint(tmp_path / "owner" / "name")
+    assert model_directory("owner/name") == Path("owner/name")
+    assert hub == []
+
+
+@pytest.mark.parametrize("path", ["owner", "/no/such/model"])
+def test_what_is_no_id_is_a_missing_directory(hub: list[Any], path: str) -> None:
+    with pytest.raises(CheckpointFileError, match="is not a directory"):
+        model_directory(path)
+
+
+def test_a_hub_that_cannot_be_reached(
+    hub: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    hub.append(OSError("no route to the hub.\nlong story"))
+    with pytest.raises(CheckpointFileError, match=r"owner/name .*no route to the hub\. Give a directory"):
+        load_model("owner/name")
+
+
+def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(CheckpointFileError, match="huggingface_hub is not installed"):
+        describe("owner/name")
