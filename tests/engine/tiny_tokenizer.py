@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SPECIAL = (
     "[BOS]",
@@ -74,6 +74,35 @@ def tokenizer_spec(*, ignore_merges: bool = False) -> str:
 
 def spec(**options: Any) -> dict[str, Any]:
     return json.loads(tokenizer_spec(**options))
+
+
+@cache
+def _merging_spec() -> str:
+    """As `tokenizer_spec`, but runs of white space and line breaks become one token, and so do letters
+    with the sign before them, as in newer vocabularies: where two texts meet, tokens change."""
+    tokenizer = Tokenizer(models.BPE())
+    words = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(words), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=480,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    gaps = ["\n\n", "\n\n\n", " \n", "  ", "    ", ".\n", ".\n\n", ":\n\n", "\n  ", "\t", ">\n", ">\n\n"]
+    tokenizer.train_from_iterator([*TEXT, *(f"a{gap}b" for gap in gaps * 9)], trainer)
+    tokenizer.add_tokens(list(NOT_SPECIAL))
+    return tokenizer.to_str()
+
+
+def merging_spec() -> dict[str, Any]:
+    return json.loads(_merging_spec())
 
 
 SETTINGS = {"bos_token": "[BOS]", "eos_token": "<|im_end|>", "pad_token": {"content": "[PAD]"}}

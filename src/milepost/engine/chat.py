@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from milepost.engine.built_in_templates import built_in_templates
 from milepost.engine.markers import Marker
 from milepost.engine.shield import Shield, new_mark
-from milepost.engine.template import ChatTemplate, ChatTemplates
+from milepost.engine.template import ChatTemplate, ChatTemplates, WrittenObject
 from milepost.engine.tokenizer import Tokenizer
 from milepost.errors import RequestError
 
@@ -29,6 +29,8 @@ the middle were among the last ones in earlier turns."""
 
 SENTINEL_TEXTS = ("Alpha", "7 ~beta")
 """Two texts that share no first character, so that their common prefix is the template's own."""
+MERGING_TEXTS = ("\n\n~", "**~")
+"""Answers that may begin so: the tokens of a header that ends in white space or signs are then others."""
 
 Message = dict[str, Any]
 Sliceable = TypeVar("Sliceable", str, "array[int]")
@@ -153,19 +155,18 @@ class ChatRenderer:
         for call in prepared.get("tool_calls") or ():
             function = call.get("function")
             if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-                # Templates expect the object; those that write JSON text can write the model's own.
-                function["arguments_text"] = function["arguments"]
                 function["arguments"] = _parsed_arguments(function["arguments"])
         return prepared
 
 
 def _parsed_arguments(arguments: str) -> Any:
-    """Clients send tool arguments as JSON text; templates expect the object."""
+    """Clients send tool arguments as JSON text; templates expect the object. Those that write JSON text
+    can write the model's own."""
     try:
         parsed = json.loads(arguments)
     except ValueError:
         return arguments
-    return parsed if isinstance(parsed, dict) else arguments
+    return WrittenObject(parsed, arguments) if isinstance(parsed, dict) else arguments
 
 
 @dataclass(slots=True)
@@ -224,23 +225,39 @@ class _Conversation:
 
     def _history_positions(self, prompt: EncodedText) -> list[int]:
         """What the next user turn and the next tool result will share with this prompt."""
-        tool_turns: list[Variant] = []
-        for text in SENTINEL_TEXTS:
-            call = {"id": "call_0", "type": "function", "function": {"name": text, "arguments": {}}}
-            calling = {"role": "assistant", "content": "", "tool_calls": [call]}
-            result = {"role": "tool", "content": text, "name": text, "tool_call_id": "call_0"}
-            tool_turns.append(([*self.messages, calling, result], self.tools))
-        positions = [self._next_user_turn(prompt)]
+        positions = self._next_user_turn(prompt)
         if self.tools or any(message["role"] == "tool" for message in self.messages):
-            positions.append(self._shared(prompt, tool_turns))
+            calls = [self._tool_turn("", text) for text in SENTINEL_TEXTS]
+            # An answer may say something before it calls; some templates then write another header.
+            saying = [
+                self._tool_turn(text, SENTINEL_TEXTS[0]) for text in (SENTINEL_TEXTS[1], *MERGING_TEXTS)
+            ]
+            positions += self._with_and_without(prompt, calls, saying)
         return positions
 
-    def _next_user_turn(self, prompt: EncodedText) -> int:
-        turns: list[Variant] = []
-        for text in SENTINEL_TEXTS:
-            answer = {"role": "assistant", "content": text}
-            turns.append(([*self.messages, answer, {"role": "user", "content": text}], self.tools))
-        return self._shared(prompt, turns)
+    def _next_user_turn(self, prompt: EncodedText) -> list[int]:
+        """Where nearly every next user turn parts from this prompt, and where the others do, if elsewhere."""
+        usual = [self._user_turn(text) for text in SENTINEL_TEXTS]
+        return self._with_and_without(prompt, usual, [self._user_turn(text) for text in MERGING_TEXTS])
+
+    def _with_and_without(
+        self, prompt: EncodedText, usual: Sequence[Variant], others: Sequence[Variant]
+    ) -> list[int]:
+        """What the usual variants share, and what all of them do; 0 where the template refuses one."""
+        shared = self._shared(prompt, usual)
+        return sorted({shared, min(shared, self._shared(prompt, others))})
+
+    def _user_turn(self, answer: str) -> Variant:
+        answered = (
+            [] if self.messages[-1]["role"] == "assistant" else [{"role": "assistant", "content": answer}]
+        )
+        return [*self.messages, *answered, {"role": "user", "content": answer}], self.tools
+
+    def _tool_turn(self, said: str, name: str) -> Variant:
+        call = {"id": "call_0", "type": "function", "function": {"name": name, "arguments": {}}}
+        calling = {"role": "assistant", "content": said, "tool_calls": [call]}
+        result = {"role": "tool", "content": name, "name": name, "tool_call_id": "call_0"}
+        return [*self.messages, calling, result], self.tools
 
     def _message_positions(self, prompt: EncodedText) -> list[int]:
         positions = self._preamble_positions(prompt)
@@ -269,7 +286,9 @@ class _Conversation:
         if marker.num_chars is None:
             num_messages = marker.index + 1
             is_last = num_messages == len(self.messages)
-            return self._next_user_turn(prompt) if is_last else self._end_of_messages(prompt, num_messages)
+            if is_last:
+                return self._next_user_turn(prompt)[0]
+            return self._end_of_messages(prompt, num_messages)
         message = self.given[marker.index]
         kept = str(message.get("content") or "")[: marker.num_chars]
         variants: list[Variant] = []

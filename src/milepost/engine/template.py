@@ -47,6 +47,21 @@ def _strftime_now(pattern: str) -> str:
     return datetime.datetime.now().strftime(pattern)
 
 
+class WrittenObject(dict[str, Any]):
+    """A JSON object together with the text it was read from."""
+
+    def __init__(self, value: Mapping[str, Any], text: str) -> None:
+        super().__init__(value)
+        self.text = text
+
+
+def _as_written(value: Any) -> str:
+    """JSON text of a value: the text it was read from where that is known."""
+    if isinstance(value, WrittenObject):
+        return value.text
+    return value if isinstance(value, str) else _tojson(value or {}, separators=(",", ":"))
+
+
 class ChatTemplate:
     """One Jinja chat template with the functions published templates expect.
 
@@ -66,6 +81,7 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
         )
         environment.filters["tojson"] = _tojson
+        environment.filters["as_written"] = _as_written
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._named_tokens = dict(named_tokens or {})
