@@ -72,6 +72,9 @@ def check_one_eviction(cache: PrefixCache, leases: list[Lease], now: float) -> b
     stranded = [n for n in cache.tree.stranded.values() if not n.pins]
     counters = cache.counters
     evicted_bytes = counters.evicted_bytes
+    promised = {
+        key: cache.evictor._record(node, now).freed_bytes for key, node in cache.tree.state_nodes.items()
+    }
     if not cache.evictor.evict_one(now):
         pages, held = needed(leases)
         assert all(id(node) in pages for node in nodes.values()), "False only if all is in use"
@@ -90,10 +93,12 @@ def check_one_eviction(cache: PrefixCache, leases: list[Lease], now: float) -> b
         assert gone
     elif gone:
         [key] = lost
+        assert promised[key] == used - cache.memory.used_bytes, "it was ranked by what it really frees"
         assert key in gone, "a leaf segment goes whole"
         check_whole_segment(gone, nodes[key])
     else:
         [key] = lost
+        assert promised[key] == used - cache.memory.used_bytes
         assert nodes[key].children, "an interior one is merged: its pages stay"
     assert cache.audit(leases) == []
     return True

@@ -177,6 +177,18 @@ def test_a_longer_prompt_ends_the_wait_of_the_deepest_checkpoint_it_reached() ->
     assert counts == {"tail": 1.0}, "12 was reached again; 4 still waits for a prompt of its own"
 
 
+def test_every_hit_starts_a_new_wait_of_a_continued_checkpoint() -> None:
+    harness = Harness()
+    harness.serve(numbered(13))
+    [(key, (since, reuse_class))] = harness.cache.evictor.reuse._waiting.items()
+    assert (since, reuse_class) == (0.0, ("tail", False, 0))
+    harness.now = 50.0
+    harness.add(numbered(13) + [1])
+    harness.schedule()
+    assert harness.cache.evictor.reuse._waiting[key] == (50.0, ("tail", True, 1))
+    harness.execute()
+
+
 # ------------------------------------------------------------------ bounded bookkeeping
 def test_a_roomy_cache_does_not_collect_outdated_entries() -> None:
     """Thousands of hits on the same few checkpoints, and never an eviction."""
