@@ -9,6 +9,8 @@ from milepost_kernels._native import (
     attend_latents,
     available_isas,
     embed,
+    gdn_mixer,
+    gqa_mixer,
     isa,
     kda_mixer,
     linear,
@@ -23,7 +25,7 @@ from milepost_kernels._native import (
 )
 
 __version__ = "0.1.0"
-API_VERSION = 1
+API_VERSION = 2
 """Raised with every change of a signature; Milepost refuses another one."""
 
 __all__ = [
@@ -36,6 +38,8 @@ __all__ = [
     "attend_latents",
     "available_isas",
     "embed",
+    "gdn_mixer",
+    "gqa_mixer",
     "isa",
     "kda_mixer",
     "linear",

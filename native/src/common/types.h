@@ -87,18 +87,42 @@ struct StoreLatentsArgs {
   const int64_t* write_offsets;
 };
 
+// Keys or values in pages: those of head `kv` of entry `offset` of page `page` start at
+// page * page_stride + offset * entry_stride + kv * head_stride.
+struct Pages {
+  const char* data;
+  int64_t page_stride, entry_stride, head_stride;  // elements
+};
+
+// Query head h reads key-value head h / (heads / kv_heads).
 struct AttentionArgs {
   const float* query;       // [rows, heads, width]
   float* out;               // [rows, heads, value_width]
-  int64_t heads, width, value_width;
+  int64_t heads, kv_heads, width, value_width;
   float scale;
-  const char* pages;
+  Pages keys, values;
+  bool shared;              // values are the first entries of the keys
   Type type;
-  int64_t page_stride, entry_stride, match_unit;
+  int64_t match_unit;
   int64_t num_spans;
   const Span* spans;
   const int64_t* table;         // page ids of all sequences
   const int64_t* table_starts;  // per sequence, where its ids begin
+};
+
+// Grouped-query attention around `AttentionArgs`: norms, rotary positions, page writes; and the output gate.
+struct GqaArgs {
+  Rows query_gate;  // [rows, heads, 2, head_dim]
+  Rows key, value;  // [rows, kv_heads * head_dim]
+  Rows out;         // [rows, heads * head_dim]
+  const float *query_norm, *key_norm;
+  float eps;
+  int64_t rows, heads, kv_heads, head_dim, half_rotary;
+  const float *cosines, *sines;  // [rows, half_rotary]
+  float* query;                  // [rows, heads, head_dim], to be filled
+  const float* mixed;            // [rows, heads, head_dim], attention's result
+  Pages keys, values;
+  const int64_t *write_pages, *write_offsets;
 };
 
 struct StateExport {
@@ -115,19 +139,20 @@ struct RecurrentSequence {
   const float* initial_state;  // resolved per call; nullptr: zeros
 };
 
+// KDA, and with one decay per head Gated DeltaNet, where a key head serves heads / key_heads value heads.
 struct KdaArgs {
-  Rows raw;      // [rows, heads * (2 key + value)] as q | k | v
-  Rows decay;    // [rows, heads * key]
+  Rows raw;      // [rows, channels] as q | k | v
+  Rows decay;    // [rows, heads * key], or [rows, heads] if scalar_decay
   Rows beta;     // [rows, heads], before the sigmoid
-  Rows gate;     // [rows, heads * value], before the sigmoid
+  Rows gate;     // [rows, heads * value], before the activation
   Rows out;      // [rows, heads * value]
-  const float* conv;  // [taps, heads * (2 key + value)]
+  const float* conv;  // [taps, channels]
   const float* decay_log;
-  const float* dt_bias;
+  const float* dt_bias;  // [heads * key], or [heads]
   const float* norm;
-  int64_t taps, heads, key_dim, value_dim;
+  int64_t taps, heads, key_heads, key_dim, value_dim;
   float eps, scale, lower_bound;
-  bool bounded;
+  bool bounded, scalar_decay, silu_gate;
   char* tails;
   int64_t tail_slot_stride, tail_row_stride;  // elements of raw.type
   float* states;
@@ -135,6 +160,8 @@ struct KdaArgs {
   int64_t num_sequences;
   const RecurrentSequence* sequences;
   const StateExport* exports;
+
+  MP_INLINE int64_t channels() const { return 2 * key_heads * key_dim + heads * value_dim; }
 };
 
 struct MoeArgs {
@@ -170,6 +197,8 @@ struct KernelTable {
   void (*rms_norm)(const NormArgs&);
   void (*store_latents)(const StoreLatentsArgs&);
   void (*attend)(const AttentionArgs&);
+  void (*gqa_begin)(const GqaArgs&);
+  void (*gqa_end)(const GqaArgs&);
   void (*kda)(const KdaArgs&);
   void (*moe)(const MoeArgs&);
 };

@@ -1,4 +1,4 @@
-// Causal attention of absorbed queries over paged latents.
+// Causal attention over paged keys and values: absorbed queries over latents, or grouped-query heads.
 //
 // Keys are taken in tiles of 256 at absolute positions, with an online softmax over the tiles. A row
 // (token, head) reads exactly the keys up to its own position, in ascending order, so its result does
@@ -20,13 +20,18 @@ struct AttentionJob {
   int64_t tokens_per_item;
 };
 
-class LatentTile {
+// 256 keys and values of one key-value head, packed for the products.
+class KeyTile {
  public:
-  LatentTile(const AttentionArgs& args, int64_t sequence) : a_(args), sequence_(sequence) {
+  KeyTile(const AttentionArgs& args, int64_t sequence, int64_t kv_head)
+      : a_(args), sequence_(sequence), kv_head_(kv_head) {
     value_panels_ = (a_.value_width + kPanel - 1) / kPanel;
     keys_ = static_cast<char*>(scratch(kKeys, size_t(kKeyPanels * key_panel_bytes())));
     values_ = static_cast<char*>(scratch(kValues, size_t(value_panels_ * value_panel_bytes())));
-    staged_ = static_cast<char*>(scratch(kStaged, size_t(kPanel * padded_width() * item_bytes(a_.type))));
+    const int64_t value_width = a_.shared ? 0 : value_panels_ * kPanel;
+    staged_keys_ = static_cast<char*>(scratch(kStaged, size_t(kPanel * (padded_width() + value_width) * item_bytes(a_.type))));
+    staged_values_ = a_.shared ? staged_keys_ : staged_keys_ + kPanel * padded_width() * item_bytes(a_.type);
+    value_row_ = a_.shared ? padded_width() : value_width;
   }
 
   // Keys [first, first + count); the rest of the last panel becomes zeros.
@@ -53,21 +58,25 @@ class LatentTile {
   int64_t value_panel_bytes() const { return kTileKeys * kPanel * item_bytes(a_.type); }
   int64_t padded_width() const { return (a_.width + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes); }
 
-  const char* entry(int64_t position) const {
-    const int64_t page = a_.table[a_.table_starts[sequence_] + position / a_.match_unit];
-    return a_.pages + (page * a_.page_stride + position % a_.match_unit * a_.entry_stride) * item_bytes(a_.type);
-  }
-
   // Rows of the panel go one by one into one place first: a stream the prefetcher can follow, where 32
   // would be too many. There they are padded with zeros, so that everything below works on full vectors.
-  void pack_panel(int64_t first, int64_t count, int64_t panel) {
-    const size_t row_bytes = size_t(padded_width() * item_bytes(a_.type));
-    const size_t bytes = size_t(a_.width * item_bytes(a_.type));
+  void stage(const Pages& pages, int64_t width, int64_t padded, int64_t first, int64_t count, char* target) const {
+    const int64_t item = item_bytes(a_.type), row_bytes = padded * item;
     for (int64_t i = 0; i < kPanel; i++) {
-      char* row = staged_ + size_t(i) * row_bytes;
-      if (i < count) std::memcpy(row, entry(first + i), bytes);
-      std::memset(row + (i < count ? bytes : 0), 0, row_bytes - (i < count ? bytes : 0));
+      const int64_t bytes = i < count ? width * item : 0;
+      if (i < count) {
+        const int64_t position = first + i;
+        const int64_t page = a_.table[a_.table_starts[sequence_] + position / a_.match_unit];
+        const int64_t at = page * pages.page_stride + position % a_.match_unit * pages.entry_stride + kv_head_ * pages.head_stride;
+        std::memcpy(target + i * row_bytes, pages.data + at * item, size_t(bytes));
+      }
+      std::memset(target + i * row_bytes + bytes, 0, size_t(row_bytes - bytes));
     }
+  }
+
+  void pack_panel(int64_t first, int64_t count, int64_t panel) {
+    stage(a_.keys, a_.width, padded_width(), first, count, staged_keys_);
+    if (!a_.shared) stage(a_.values, a_.value_width, value_row_, first, count, staged_values_);
     if (a_.type == Type::f32) pack_wide(panel);
     else if (dot()) pack_depth_pairs(panel);
     else pack_column_pairs(panel);
@@ -75,7 +84,8 @@ class LatentTile {
 
   // [width][32] fp32 keys; [32 keys][32] fp32 values per value panel.
   void pack_wide(int64_t panel) {
-    const uint32_t* rows = reinterpret_cast<const uint32_t*>(staged_);
+    const uint32_t* rows = reinterpret_cast<const uint32_t*>(staged_keys_);
+    const uint32_t* value_rows = reinterpret_cast<const uint32_t*>(staged_values_);
     const int64_t step = padded_width();
     uint32_t* keys = reinterpret_cast<uint32_t*>(keys_ + panel * key_panel_bytes());
     for (int64_t w = 0; w < step; w += kLanes) {
@@ -84,13 +94,14 @@ class LatentTile {
     }
     for (int64_t v = 0; v < value_panels_; v++) {
       char* values = values_ + v * value_panel_bytes() + panel * kPanel * value_step();
-      for (int64_t i = 0; i < kPanel; i++) std::memcpy(values + i * kPanel * 4, rows + i * step + v * kPanel, kPanel * 4);
+      for (int64_t i = 0; i < kPanel; i++) std::memcpy(values + i * kPanel * 4, value_rows + i * value_row_ + v * kPanel, kPanel * 4);
     }
   }
 
   // Neighbouring entries of a key, and the same entry of neighbouring keys, share a 32-bit lane.
   void pack_depth_pairs(int64_t panel) {
-    const uint32_t* rows = reinterpret_cast<const uint32_t*>(staged_);
+    const uint32_t* rows = reinterpret_cast<const uint32_t*>(staged_keys_);
+    const uint16_t* value_rows = reinterpret_cast<const uint16_t*>(staged_values_);
     const int64_t step = padded_width() / 2;
     uint32_t* keys = reinterpret_cast<uint32_t*>(keys_ + panel * key_panel_bytes());
     for (int64_t w = 0; w < step; w += kLanes) {
@@ -98,8 +109,8 @@ class LatentTile {
       transpose(keys + w * kPanel + kLanes, rows + kLanes * step + w, step, kPanel);
     }
     for (int64_t i = 0; i < kPanel; i += 2) {
-      const uint16_t* low = reinterpret_cast<const uint16_t*>(rows + i * step);
-      const uint16_t* high = reinterpret_cast<const uint16_t*>(rows + (i + 1) * step);
+      const uint16_t* low = value_rows + i * value_row_;
+      const uint16_t* high = low + value_row_;
       for (int64_t v = 0; v < value_panels_; v++) {
         uint32_t* values = reinterpret_cast<uint32_t*>(values_ + v * value_panel_bytes()) + (panel * kPanel + i) / 2 * kPanel;
         join(low + v * kPanel, high + v * kPanel, values);
@@ -110,7 +121,8 @@ class LatentTile {
 
   // Keys i and i + 16, and values i and i + 16 of a panel, share a 32-bit lane.
   void pack_column_pairs(int64_t panel) {
-    const uint16_t* rows = reinterpret_cast<const uint16_t*>(staged_);
+    const uint16_t* rows = reinterpret_cast<const uint16_t*>(staged_keys_);
+    const uint16_t* value_rows = reinterpret_cast<const uint16_t*>(staged_values_);
     const int64_t step = padded_width();
     uint32_t* keys = reinterpret_cast<uint32_t*>(keys_ + panel * key_panel_bytes());
     alignas(64) uint32_t block[kLanes * kLanes];
@@ -122,7 +134,7 @@ class LatentTile {
     for (int64_t v = 0; v < value_panels_; v++) {
       uint32_t* values = reinterpret_cast<uint32_t*>(values_ + v * value_panel_bytes()) + panel * kPanel * kLanes;
       for (int64_t i = 0; i < kPanel; i++) {
-        const uint16_t* row = rows + i * step + v * kPanel;
+        const uint16_t* row = value_rows + i * value_row_ + v * kPanel;
         join(row, row + kLanes, values + i * kLanes);
       }
     }
@@ -133,8 +145,8 @@ class LatentTile {
   }
 
   const AttentionArgs& a_;
-  int64_t sequence_, value_panels_;
-  char *keys_, *values_, *staged_;
+  int64_t sequence_, kv_head_, value_panels_, value_row_;
+  char *keys_, *values_, *staged_keys_, *staged_values_;
 };
 
 // The running softmax of up to kTileRows rows.
@@ -195,7 +207,7 @@ struct RowBlock {
 };
 
 // Scores of all rows, then their weights in place; rescales what was summed up before.
-inline void weigh_rows(const AttentionArgs& a, const LatentTile& tile, const RowBlock& b) {
+inline void weigh_rows(const AttentionArgs& a, const KeyTile& tile, const RowBlock& b) {
   int64_t most = 0;
   for (int64_t r = 0; r < b.rows; r++) most = b.visible[r] > most ? b.visible[r] : most;
   for (int64_t panel = 0; panel * kPanel < most; panel++) {
@@ -218,7 +230,7 @@ inline void weigh_rows(const AttentionArgs& a, const LatentTile& tile, const Row
   }
 }
 
-inline void mix_rows(const AttentionArgs& a, const LatentTile& tile, const RowBlock& b) {
+inline void mix_rows(const AttentionArgs& a, const KeyTile& tile, const RowBlock& b) {
   const int64_t out_width = tile.value_panels() * kPanel;
   int64_t least = kTileKeys;
   for (int64_t r = 0; r < b.rows; r++) {
@@ -239,7 +251,7 @@ inline void mix_rows(const AttentionArgs& a, const LatentTile& tile, const RowBl
 #if defined(MP_DOT)
 // Keys go in pairs from the start of the tile. The last key of a row that sees an odd number is paired
 // with zero, not with the key behind it, which may hold anything.
-inline void mix_rows_dot(const LatentTile& tile, const RowBlock& b) {
+inline void mix_rows_dot(const KeyTile& tile, const RowBlock& b) {
   const int64_t out_width = tile.value_panels() * kPanel;
   uint32_t* pairs = reinterpret_cast<uint32_t*>(b.weights);
   int64_t least = kTileKeys / 2;
@@ -272,7 +284,7 @@ inline void mix_rows_dot(const LatentTile& tile, const RowBlock& b) {
 }
 #endif
 
-inline void attend_rows(const AttentionArgs& a, const LatentTile& tile, const RowBlock& b) {
+inline void attend_rows(const AttentionArgs& a, const KeyTile& tile, const RowBlock& b) {
   weigh_rows(a, tile, b);
 #if defined(MP_DOT)
   if (tile.dot()) return mix_rows_dot(tile, b);
@@ -280,10 +292,10 @@ inline void attend_rows(const AttentionArgs& a, const LatentTile& tile, const Ro
   mix_rows(a, tile, b);
 }
 
-// Rows [first, first + count) of the queries as [width][count], or as pairs.
-inline void pack_query(const AttentionArgs& a, bool dot, int64_t first, int64_t count, float* target) {
+// `count` rows of the queries as [width][count], or as pairs; rows[r] is the row of a.query.
+inline void pack_query(const AttentionArgs& a, bool dot, const int64_t* rows, int64_t count, float* target) {
   for (int64_t r = 0; r < count; r++) {
-    const float* row = a.query + (first + r) * a.width;
+    const float* row = a.query + rows[r] * a.width;
     if (!dot) {
       for (int64_t w = 0; w < a.width; w++) target[w * count + r] = row[w];
       continue;
@@ -297,72 +309,89 @@ inline void pack_query(const AttentionArgs& a, bool dot, int64_t first, int64_t 
   }
 }
 
+// Tokens [first_token, + tokens) of one sequence, all query heads of one key-value head.
+struct AttentionItem {
+  const AttentionArgs& a;
+  const Span& span;
+  int64_t kv_head, first_token, tokens;
+
+  int64_t group() const { return a.heads / a.kv_heads; }
+  int64_t rows() const { return tokens * group(); }
+  // Row of a.query and a.out, and absolute position.
+  int64_t row(int64_t r) const {
+    return (span.first_row + first_token + r / group()) * a.heads + kv_head * group() + r % group();
+  }
+  int64_t position(int64_t r) const { return span.position + first_token + r / group(); }
+
+  void run(KeyTile& tile) const {
+    const int64_t num_rows = rows(), out_width = tile.value_panels() * kPanel, query_width = a.width + a.width % 2;
+    float* scores = scratch_of<float>(kScores, kTileRows * kTileKeys + kLanes);
+    float* weights = scratch_of<float>(kWeights, kTileRows * kTileKeys + kLanes);
+    float* query = scratch_of<float>(kQuery, num_rows * query_width + kLanes);
+    float* state = scratch_of<float>(kAccumulators, num_rows * (out_width + 2));
+    float *maximum = state + num_rows * out_width, *total = maximum + num_rows;
+    std::memset(state, 0, size_t(num_rows * out_width) * sizeof(float));
+    for (int64_t r = 0; r < num_rows; r++) {
+      maximum[r] = -3.0e38f;
+      total[r] = 0.0f;
+    }
+    for (int64_t r = 0; r < num_rows; r += kTileRows) {
+      int64_t numbers[kTileRows];
+      const int64_t count = num_rows - r < kTileRows ? num_rows - r : kTileRows;
+      for (int64_t i = 0; i < count; i++) numbers[i] = row(r + i);
+      pack_query(a, tile.dot(), numbers, count, query + r * query_width);
+    }
+    const int64_t end = position(num_rows - 1) + 1;
+    for (int64_t first = 0; first < end; first += kTileKeys) {
+      tile.pack(first, end - first < kTileKeys ? end - first : kTileKeys);
+      for (int64_t r = 0; r < num_rows; r += kTileRows) {
+        const int64_t count = num_rows - r < kTileRows ? num_rows - r : kTileRows;
+        int64_t visible[kTileRows];
+        for (int64_t i = 0; i < count; i++) {
+          const int64_t seen = position(r + i) + 1 - first;
+          visible[i] = seen < kTileKeys ? seen : kTileKeys;
+        }
+        attend_rows(a, tile,
+                    RowBlock{query + r * query_width, count, visible,
+                             SoftmaxRows{maximum + r, total + r, state + r * out_width}, scores, weights});
+      }
+    }
+    for (int64_t r = 0; r < num_rows; r++) {
+      const Vec inverse = set1(1.0f / total[r]);
+      float* target = a.out + row(r) * a.value_width;
+      for (int64_t v = 0; v < a.value_width; v += kLanes)
+        // Adding +0 turns -0 into +0, which a row otherwise gets from the order of its factors.
+        store_part(reinterpret_cast<char*>(target + v), Type::f32,
+                   fma(load(state + r * out_width + v), inverse, zero()), a.value_width - v);
+    }
+  }
+};
+
 inline void attend_item(const void* job_pointer, int64_t item) {
   const AttentionJob& job = *static_cast<const AttentionJob*>(job_pointer);
   const AttentionArgs& a = *job.args;
+  const int64_t kv_head = item % a.kv_heads;
+  item /= a.kv_heads;
   int64_t sequence = 0;
   for (;; sequence++) {
     const int64_t items = (a.spans[sequence].length() + job.tokens_per_item - 1) / job.tokens_per_item;
     if (item < items) break;
     item -= items;
   }
-  const Span& span = a.spans[sequence];
-  const int64_t first_token = item * job.tokens_per_item;
-  const int64_t left = span.length() - first_token;
-  const int64_t tokens = left < job.tokens_per_item ? left : job.tokens_per_item;
-  const int64_t rows = tokens * a.heads, first_row = (span.first_row + first_token) * a.heads;
-  const int64_t last_position = span.position + first_token + tokens - 1;
-
-  LatentTile tile(a, sequence);
-  const int64_t out_width = tile.value_panels() * kPanel;
-  float* scores = scratch_of<float>(kScores, kTileRows * kTileKeys + kLanes);
-  float* weights = scratch_of<float>(kWeights, kTileRows * kTileKeys + kLanes);
-  const int64_t query_width = a.width + a.width % 2;
-  float* query = scratch_of<float>(kQuery, rows * query_width + kLanes);
-  float* state = scratch_of<float>(kAccumulators, rows * (out_width + 2));
-  float *maximum = state + rows * out_width, *total = maximum + rows;
-  std::memset(state, 0, size_t(rows * out_width) * sizeof(float));
-  for (int64_t r = 0; r < rows; r++) {
-    maximum[r] = -3.0e38f;
-    total[r] = 0.0f;
-  }
-  for (int64_t r = 0; r < rows; r += kTileRows) {
-    const int64_t count = rows - r < kTileRows ? rows - r : kTileRows;
-    pack_query(a, tile.dot(), first_row + r, count, query + r * query_width);
-  }
-  for (int64_t first = 0; first <= last_position; first += kTileKeys) {
-    const int64_t keys = last_position + 1 - first < kTileKeys ? last_position + 1 - first : kTileKeys;
-    tile.pack(first, keys);
-    for (int64_t r = 0; r < rows; r += kTileRows) {
-      const int64_t count = rows - r < kTileRows ? rows - r : kTileRows;
-      int64_t visible[kTileRows];
-      for (int64_t i = 0; i < count; i++) {
-        const int64_t end = span.position + first_token + (r + i) / a.heads + 1 - first;
-        visible[i] = end < kTileKeys ? end : kTileKeys;
-      }
-      attend_rows(a, tile,
-                  RowBlock{query + r * query_width, count, visible,
-                           SoftmaxRows{maximum + r, total + r, state + r * out_width}, scores, weights});
-    }
-  }
-  for (int64_t r = 0; r < rows; r++) {
-    const Vec inverse = set1(1.0f / total[r]);
-    float* target = a.out + (first_row + r) * a.value_width;
-    for (int64_t v = 0; v < a.value_width; v += kLanes)
-      // Adding +0 turns -0 into +0, which a row otherwise gets from the order of its factors.
-      store_part(reinterpret_cast<char*>(target + v), Type::f32, fma(load(state + r * out_width + v), inverse, zero()),
-                 a.value_width - v);
-  }
+  const int64_t first = item * job.tokens_per_item, left = a.spans[sequence].length() - first;
+  KeyTile tile(a, sequence, kv_head);
+  AttentionItem{a, a.spans[sequence], kv_head, first, left < job.tokens_per_item ? left : job.tokens_per_item}.run(tile);
 }
 
 inline void attend(const AttentionArgs& a) {
-  AttentionJob job{&a, kBlockRows / a.heads < 1 ? 1 : kBlockRows / a.heads};
+  const int64_t group = a.heads / a.kv_heads;
+  AttentionJob job{&a, kBlockRows / group < 1 ? 1 : kBlockRows / group};
   int64_t items = 0, products = 0;
   for (int64_t s = 0; s < a.num_spans; s++) {
     products += a.spans[s].length() * (a.spans[s].position + a.spans[s].length()) * a.heads * a.width;
     items += (a.spans[s].length() + job.tokens_per_item - 1) / job.tokens_per_item;
   }
-  run_items(items, attend_item, &job, products > (1 << 20));
+  run_items(items * a.kv_heads, attend_item, &job, products > (1 << 20));
 }
 
 }  // namespace MP_ISA

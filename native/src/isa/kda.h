@@ -1,4 +1,4 @@
-// Kimi Delta Attention, from raw projections to the normed output, token by token in fp32.
+// Kimi Delta Attention and Gated DeltaNet, from raw projections to the normed output, token by token in fp32.
 //
 // Per head, with S [key, value] (Kimi Linear technical report, KDA):
 //   S' = diag(exp(g_t)) S_{t-1};  S_t = S' + beta_t k_t (v_t - S'^T k_t)^T;  o_t = S_t^T q_t.
@@ -17,22 +17,25 @@ inline int64_t round_up(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; 
 
 // Inputs of the recurrence for the tokens of a block; rows padded to full vectors.
 struct KdaBlock {
-  float *extended, *q, *k, *v, *decay, *decayed_k, *decayed_q, *out;
+  float *extended, *q, *k, *all_v, *decay, *decayed_k, *decayed_q, *out;
   float *beta, *qk;
+  float* v;  // of the value head at work
 };
 
+// One key head of one sequence, with all value heads it serves: they share q, k and their tails.
 struct KdaItem {
   const KdaArgs& a;
   const RecurrentSequence& seq;
-  int64_t head, key_pad, value_pad, history;
+  int64_t key_head, served, key_pad, value_pad, history, width;
   KdaBlock block;
+  float* state_memory = nullptr;
 
   KdaItem(const KdaArgs& args, int64_t item)
-      : a(args), seq(args.sequences[item / args.heads]), head(item % args.heads), key_pad(round_up(args.key_dim)),
-        value_pad(round_up(args.value_dim)), history(args.taps - 1) {
-    const int64_t width = 2 * key_pad + value_pad;
+      : a(args), seq(args.sequences[item / args.key_heads]), key_head(item % args.key_heads),
+        served(args.heads / args.key_heads), key_pad(round_up(args.key_dim)), value_pad(round_up(args.value_dim)),
+        history(args.taps - 1), width(2 * key_pad + served * value_pad) {
     float* p = scratch_of<float>(kKdaWork, (kBlockTokens + history) * width +
-                                               kBlockTokens * (5 * key_pad + 2 * value_pad + 2));
+                                               kBlockTokens * (5 * key_pad + (served + 1) * value_pad + 2));
     const auto take = [&p](int64_t count) { float* q = p; p += count; return q; };
     block.extended = take((kBlockTokens + history) * width);
     block.q = take(kBlockTokens * key_pad);
@@ -40,17 +43,24 @@ struct KdaItem {
     block.decay = take(kBlockTokens * key_pad);
     block.decayed_k = take(kBlockTokens * key_pad);
     block.decayed_q = take(kBlockTokens * key_pad);
-    block.v = take(kBlockTokens * value_pad);
+    block.all_v = take(kBlockTokens * served * value_pad);
     block.out = take(kBlockTokens * value_pad);
     block.beta = take(kBlockTokens);
     block.qk = take(kBlockTokens);
   }
 
-  // First channel of part 0 (q), 1 (k), 2 (v) of this head, and its size.
-  int64_t channel(int part) const {
-    return part < 2 ? (part * a.heads + head) * a.key_dim : 2 * a.heads * a.key_dim + head * a.value_dim;
+  int64_t head(int64_t j) const { return key_head * served + j; }
+  // Parts of a raw row: 0 = q, 1 = k, 2 + j = v of value head j. Where a part begins, and its size.
+  int64_t num_parts() const { return 2 + served; }
+  int64_t channel(int64_t part) const {
+    return part < 2 ? (part * a.key_heads + key_head) * a.key_dim
+                    : 2 * a.key_heads * a.key_dim + head(part - 2) * a.value_dim;
   }
-  int64_t size(int part) const { return part < 2 ? a.key_dim : a.value_dim; }
+  int64_t size(int64_t part) const { return part < 2 ? a.key_dim : a.value_dim; }
+  int64_t pad(int64_t part) const { return part < 2 ? key_pad : value_pad; }
+  int64_t extended_offset(int64_t part) const {
+    return part < 2 ? part * key_pad : 2 * key_pad + (part - 2) * value_pad;
+  }
 
   // Raw row `row` of the sequence (negative: of the tail it started from), or nullptr for zeros.
   const char* raw_row(int64_t row, int64_t at) const {
@@ -60,32 +70,28 @@ struct KdaItem {
   }
 
   void extend(int64_t first, int64_t count) {
-    const int64_t width = 2 * key_pad + value_pad;
     for (int64_t i = 0; i < history + count; i++) {
-      float* target = block.extended + i * width;
-      for (int part = 0; part < 3; part++) {
+      for (int64_t part = 0; part < num_parts(); part++) {
+        float* target = block.extended + i * width + extended_offset(part);
         const char* source = raw_row(first - history + i, channel(part));
         for (int64_t c = 0; c < size(part); c += kLanes)
           store(target + c, source == nullptr ? zero()
                                               : load_part(source + c * item_bytes(a.raw.type), a.raw.type, size(part) - c));
-        target += part < 2 ? key_pad : value_pad;
       }
     }
   }
 
   // silu(sum over taps) of one part for `count` tokens; pads become zeros.
-  void convolve(int part, int64_t count, float* target, int64_t pad) {
-    const int64_t width = 2 * key_pad + value_pad, offset = part * key_pad;
-    const int64_t channels = a.heads * (2 * a.key_dim + a.value_dim);
-    for (int64_t c = 0; c < pad; c += kLanes) {
+  void convolve(int64_t part, int64_t count, float* target) {
+    for (int64_t c = 0; c < pad(part); c += kLanes) {
       const float* weights = a.conv + channel(part) + c;
       for (int64_t t = 0; t < count; t++) {
         Vec y = zero();
         for (int64_t tap = 0; tap <= history; tap++) {
-          const Vec w = load_part(reinterpret_cast<const char*>(weights + tap * channels), Type::f32, size(part) - c);
-          y = fma(w, load(block.extended + (t + tap) * width + offset + c), y);
+          const Vec w = load_part(reinterpret_cast<const char*>(weights + tap * a.channels()), Type::f32, size(part) - c);
+          y = fma(w, load(block.extended + (t + tap) * width + extended_offset(part) + c), y);
         }
-        store(target + t * pad + c, silu(y));
+        store(target + t * pad(part) + c, silu(y));
       }
     }
   }
@@ -100,21 +106,31 @@ struct KdaItem {
     }
   }
 
-  void gates(int64_t first, int64_t count) {
-    const Vec rate = set1(exp(a.decay_log[head]));
+  Vec log_decay(Vec z, Vec rate) const {
+    return a.bounded ? mul(set1(a.lower_bound), sigmoid(mul(rate, z))) : mul(sub(zero(), rate), softplus(z));
+  }
+
+  void gates(int64_t j, int64_t first, int64_t count) {
+    const Vec rate = set1(exp(a.decay_log[head(j)]));
     for (int64_t t = 0; t < count; t++) {
       const int64_t row = seq.span.first_row + first + t;
-      float beta[kLanes];
-      store(beta, sigmoid(load_part(a.beta.at(row, head), a.beta.type, 1)));
-      block.beta[t] = beta[0];
-      Vec qk = zero();
+      float lanes[kLanes];
+      store(lanes, sigmoid(load_part(a.beta.at(row, head(j)), a.beta.type, 1)));
+      block.beta[t] = lanes[0];
+      Vec e = zero(), qk = zero();
+      if (a.scalar_decay) {
+        const Vec z = add(load_part(a.decay.at(row, head(j)), a.decay.type, 1), set1(a.dt_bias[head(j)]));
+        store(lanes, exp(log_decay(z, rate)));
+        e = set1(lanes[0]);
+      }
       for (int64_t c = 0; c < key_pad; c += kLanes) {
-        const int64_t left = a.key_dim - c, at = head * a.key_dim + c, i = t * key_pad + c;
-        const Vec bias = load_part(reinterpret_cast<const char*>(a.dt_bias + at), Type::f32, left);
-        const Vec z = add(load_part(a.decay.at(row, at), a.decay.type, left), bias);
-        const Vec log_decay = a.bounded ? mul(set1(a.lower_bound), sigmoid(mul(rate, z)))
-                                        : mul(sub(zero(), rate), softplus(z));
-        const Vec e = exp(log_decay), k = load(block.k + i), q = load(block.q + i);
+        const int64_t i = t * key_pad + c;
+        if (!a.scalar_decay) {
+          const int64_t left = a.key_dim - c, at = head(j) * a.key_dim + c;
+          const Vec bias = load_part(reinterpret_cast<const char*>(a.dt_bias + at), Type::f32, left);
+          e = exp(log_decay(add(load_part(a.decay.at(row, at), a.decay.type, left), bias), rate));
+        }
+        const Vec k = load(block.k + i), q = load(block.q + i);
         store(block.decay + i, e);
         store(block.decayed_k + i, mul(e, k));
         store(block.decayed_q + i, mul(e, q));
@@ -169,7 +185,7 @@ struct KdaItem {
   void write_tail(int64_t offset, int64_t slot) {
     const int64_t bytes = item_bytes(a.raw.type);
     for (int64_t i = 0; i < history; i++) {
-      for (int part = 0; part < 3; part++) {
+      for (int64_t part = 0; part < num_parts(); part++) {
         char* target = a.tails + (slot * a.tail_slot_stride + i * a.tail_row_stride + channel(part)) * bytes;
         const char* source = raw_row(offset - history + i, channel(part));
         // In place, rows move towards the front, so ascending order reads each before it is overwritten.
@@ -179,7 +195,7 @@ struct KdaItem {
     }
   }
 
-  void finish(int64_t first, int64_t count) {
+  void finish(int64_t j, int64_t first, int64_t count) {
     const Type type = a.out.type;
     for (int64_t t = 0; t < count; t++) {
       const float* o = block.out + t * value_pad;
@@ -188,16 +204,17 @@ struct KdaItem {
       const Vec scale = set1(inverse_root(sum(squares) / float(a.value_dim) + a.eps));
       const int64_t row = seq.span.first_row + first + t;
       for (int64_t c = 0; c < a.value_dim; c += kLanes) {
-        const int64_t left = a.value_dim - c, at = head * a.value_dim + c;
+        const int64_t left = a.value_dim - c, at = head(j) * a.value_dim + c;
         const Vec weight = load_part(reinterpret_cast<const char*>(a.norm + c), Type::f32, left);
-        const Vec gate = sigmoid(load_part(a.gate.at(row, at), a.gate.type, left));
+        const Vec raw_gate = load_part(a.gate.at(row, at), a.gate.type, left);
+        const Vec gate = a.silu_gate ? silu(raw_gate) : sigmoid(raw_gate);
         store_part(a.out.at(row, at), type, mul(mul(mul(load(o + c), scale), weight), gate), left);
       }
     }
   }
 
-  float* slot_state(int64_t slot) const {
-    return a.states + slot * a.state_slot_stride + head * a.key_dim * a.value_dim;
+  float* slot_state(int64_t slot, int64_t j) const {
+    return a.states + slot * a.state_slot_stride + head(j) * a.key_dim * a.value_dim;
   }
 
   // Value columns [column, column + width of the panel) of the state, wherever they are.
@@ -252,51 +269,65 @@ struct KdaItem {
 
   void prepare(int64_t first, int64_t count) {
     extend(first, count);
-    convolve(0, count, block.q, key_pad);
-    convolve(1, count, block.k, key_pad);
-    convolve(2, count, block.v, value_pad);
+    convolve(0, count, block.q);
+    convolve(1, count, block.k);
+    for (int64_t j = 0; j < served; j++) convolve(2 + j, count, block.all_v + j * kBlockTokens * value_pad);
     normalize(block.q, count, a.scale);
     normalize(block.k, count, 1.0f);
-    gates(first, count);
+  }
+
+  // One token: from slot to slot. Several: a local state whose panels are contiguous.
+  bool full_vectors() const { return a.value_dim % kLanes == 0; }
+  bool direct() const { return seq.span.length() == 1 && full_vectors(); }
+  StatePanels in_slot(float* state) const { return {state, a.key_dim, value_pad, a.value_dim}; }
+  StatePanels local(int64_t j) const { return {state_memory + j * a.key_dim * value_pad, a.key_dim, value_pad, 0}; }
+  float* initial(int64_t j) const {
+    if (seq.initial_state == nullptr) return nullptr;
+    return const_cast<float*>(seq.initial_state) + head(j) * a.key_dim * a.value_dim;
+  }
+
+  // The block's tokens through value head j, stopping at each export; returns the next export.
+  int64_t run_block(int64_t j, int64_t first, int64_t count, int64_t next_export) {
+    float* running = slot_state(seq.running_slot, j);
+    const StatePanels target = direct() ? in_slot(running) : local(j);
+    for (int64_t done = 0; done < count;) {
+      const bool exports = next_export < seq.end_export && a.exports[next_export].offset <= first + count;
+      const int64_t end = exports ? a.exports[next_export].offset - first : count;
+      const bool untouched = first + done == 0;
+      const StatePanels source = untouched && full_vectors() ? in_slot(initial(j)) : target;
+      recur_all(source, untouched && initial(j) == nullptr, target, done, end);
+      done = end;
+      if (exports) {
+        float* slot = slot_state(a.exports[next_export++].slot, j);
+        if (direct()) std::memcpy(slot, running, size_t(a.key_dim * a.value_dim) * sizeof(float));
+        else move_state<true>(slot, target);
+      }
+    }
+    return next_export;
   }
 
   void run() {
     const int64_t length = seq.span.length();
-    const bool from_zero = seq.initial_state == nullptr;
-    float* initial = from_zero ? nullptr : const_cast<float*>(seq.initial_state) + head * a.key_dim * a.value_dim;
-    float* running = slot_state(seq.running_slot);
-    const bool full_vectors = a.value_dim % kLanes == 0;
-    // One token: from slot to slot. Several: a local state whose panels are contiguous.
-    const bool direct = length == 1 && full_vectors;
-    const StatePanels slot_panels{running, a.key_dim, value_pad, a.value_dim};
-    const StatePanels initial_panels{initial, a.key_dim, value_pad, a.value_dim};
-    StatePanels local{nullptr, a.key_dim, value_pad, 0};
-    if (!direct) {
-      local.data = scratch_of<float>(kKdaState, a.key_dim * value_pad);
-      if (!from_zero && !full_vectors) move_state<false>(initial, local);
+    if (!direct()) {
+      state_memory = scratch_of<float>(kKdaState, served * a.key_dim * value_pad);
+      for (int64_t j = 0; j < served; j++)
+        if (initial(j) != nullptr && !full_vectors()) move_state<false>(initial(j), local(j));
     }
-    bool untouched = true;
     int64_t next_export = seq.first_export;
     for (int64_t first = 0; first < length; first += kBlockTokens) {
       const int64_t count = length - first < kBlockTokens ? length - first : kBlockTokens;
       prepare(first, count);
-      for (int64_t done = 0; done < count;) {
-        const bool exports = next_export < seq.end_export && a.exports[next_export].offset <= first + count;
-        const int64_t end = exports ? a.exports[next_export].offset - first : count;
-        const StatePanels& target = direct ? slot_panels : local;
-        const StatePanels& source = !untouched ? target : full_vectors ? initial_panels : local;
-        recur_all(source, untouched && from_zero, target, done, end);
-        untouched = false;
-        done = end;
-        if (exports) {
-          float* slot = slot_state(a.exports[next_export++].slot);
-          if (direct) std::memcpy(slot, running, size_t(a.key_dim * a.value_dim) * sizeof(float));
-          else move_state<true>(slot, local);
-        }
+      int64_t after = next_export;
+      for (int64_t j = 0; j < served; j++) {
+        block.v = block.all_v + j * kBlockTokens * value_pad;
+        gates(j, first, count);
+        after = run_block(j, first, count, next_export);
+        finish(j, first, count);
       }
-      finish(first, count);
+      next_export = after;
     }
-    if (!direct) move_state<true>(running, local);
+    if (!direct())
+      for (int64_t j = 0; j < served; j++) move_state<true>(slot_state(seq.running_slot, j), local(j));
     for (int64_t e = seq.first_export; e < seq.end_export; e++) write_tail(a.exports[e].offset, a.exports[e].slot);
     write_tail(length, seq.running_slot);
   }
@@ -309,7 +340,7 @@ inline void kda_item(const void* args, int64_t item) {
 inline void kda(const KdaArgs& a) {
   int64_t tokens = 0;
   for (int64_t s = 0; s < a.num_sequences; s++) tokens += a.sequences[s].span.length();
-  run_items(a.num_sequences * a.heads, kda_item, &a, tokens * a.heads * a.key_dim * a.value_dim > (1 << 18));
+  run_items(a.num_sequences * a.key_heads, kda_item, &a, tokens * a.heads * a.key_dim * a.value_dim > (1 << 18));
 }
 
 }  // namespace MP_ISA

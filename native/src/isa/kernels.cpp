@@ -2,6 +2,7 @@
 // Nothing here may instantiate a template of the standard library: the linker would keep one copy of
 // it for all paths, possibly the one with instructions this CPU lacks.
 #include "isa/attention.h"
+#include "isa/gqa.h"
 #include "isa/kda.h"
 #include "isa/moe.h"
 #include "isa/norms.h"
@@ -39,7 +40,7 @@ uint32_t probe() {
 #endif
 }
 
-const KernelTable kernel_table = {MP_STRING(MP_ISA), kFused, probe, pack, linear, rms_norm, store_latents, attend, kda, moe};
+const KernelTable kernel_table = {MP_STRING(MP_ISA), kFused, probe, pack, linear, rms_norm, store_latents, attend, gqa_begin, gqa_end, kda, moe};
 
 const KernelTable& table() { return kernel_table; }
 

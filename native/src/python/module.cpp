@@ -85,19 +85,21 @@ void store_latents(handle x_object, handle weight, float eps, handle pages_objec
   kernels().store_latents(args);
 }
 
+Pages pages_of(const Tensor& pages) { return Pages{pages.data, pages.strides[0], pages.strides[1], 0}; }
+
 AttentionArgs attention_args(const Tensor& pages, const AttentionPlan& plan, int64_t heads, int64_t value_width,
                              float scale) {
   if (value_width < 1 || value_width > pages.shape[2]) bad_value("value_width", "must lie within an entry of the pages");
   plan.check(pages.shape[0], pages.shape[1]);
   AttentionArgs args{};
   args.heads = heads;
+  args.kv_heads = 1;
   args.width = pages.shape[2];
   args.value_width = value_width;
   args.scale = scale;
-  args.pages = pages.data;
+  args.keys = args.values = pages_of(pages);
+  args.shared = true;
   args.type = pages.type();
-  args.page_stride = pages.strides[0];
-  args.entry_stride = pages.strides[1];
   args.match_unit = pages.shape[1];
   args.num_spans = int64_t(plan.spans.size());
   args.spans = plan.spans.data();
@@ -175,9 +177,66 @@ void attend_latents(handle query_object, const PackedWeight& absorb_key, const P
   kernels().linear(contract);
 }
 
+// Grouped-query attention: norms, rotary positions, page writes, attention, output gate.
+void gqa_mixer(handle query_gate, handle key, handle value, handle query_norm, handle key_norm, float eps,
+               handle frequencies, handle pages_object, AttentionPlan& plan, handle out) {
+  const Tensor q = Tensor::from(query_gate, "query_gate", 2, kFloats, 1), k = Tensor::from(key, "key", 2, kFloats, 1);
+  const Tensor v = Tensor::from(value, "value", 2, kFloats, 1), y = Tensor::from(out, "out", 2, kFloats, 1);
+  // Per key-value head the value, then the key.
+  const Tensor pages = Tensor::from(pages_object, "pages", 3, kFloats, 1);
+  const Tensor qn = Tensor::from(query_norm, "query_norm", 1, kF32, 1);
+  const Tensor f = Tensor::from(frequencies, "inverse_frequencies", 1, kF32, 1);
+  const int64_t rows = plan.rows(), dim = qn.shape[0], kv_heads = k.shape[1] / dim, heads = y.shape[1] / dim;
+  if (kv_heads < 1 || heads < kv_heads || heads % kv_heads != 0)
+    bad_value("out", "must have a multiple of the key heads of query_norm's width");
+  q.check_shape({rows, 2 * heads * dim});
+  k.check_shape({rows, kv_heads * dim});
+  v.check_shape({rows, kv_heads * dim});
+  y.check_shape({rows, heads * dim});
+  pages.check_shape({-1, -1, kv_heads * 2 * dim});
+  for (const Tensor* t : {&v, &pages}) t->check_type(k.type());
+  if (2 * f.shape[0] > dim) bad_value("inverse_frequencies", "must not be more than half of a head");
+  GqaArgs args{};
+  args.query_gate = q.rows();
+  args.key = k.rows();
+  args.value = v.rows();
+  args.out = y.rows();
+  args.query_norm = qn.floats();
+  args.key_norm = vector_of(key_norm, "key_norm", dim);
+  args.eps = eps;
+  args.rows = rows;
+  args.heads = heads;
+  args.kv_heads = kv_heads;
+  args.head_dim = dim;
+  args.half_rotary = f.shape[0];
+  args.values = args.keys = pages_of(pages);
+  args.keys.data += dim * item_bytes(pages.type());
+  args.keys.head_stride = args.values.head_stride = 2 * dim;
+  args.write_pages = plan.write_pages.data();
+  args.write_offsets = plan.write_offsets.data();
+  AttentionArgs attention = attention_args(pages, plan, heads, dim, 1.0f / __builtin_sqrtf(float(dim)));
+  attention.kv_heads = kv_heads;
+  attention.width = dim;
+  attention.keys = args.keys;
+  attention.values = args.values;
+  attention.shared = false;
+  nb::gil_scoped_release release;
+  const RotaryTable& table = plan.rotary(f.floats(), f.shape[0]);
+  args.cosines = table.cosines.data();
+  args.sines = table.sines.data();
+  float* query = scratch_of<float>(kMixed, 2 * rows * heads * dim);
+  args.query = query;
+  args.mixed = query + rows * heads * dim;
+  attention.query = query;
+  attention.out = query + rows * heads * dim;
+  kernels().gqa_begin(args);
+  kernels().attend(attention);
+  kernels().gqa_end(args);
+}
+
 // Pointers to the initial records of a step; copies where another sequence writes the slot.
-void resolve_initial(const RecurrentPlan& plan, KdaArgs& args, std::vector<RecurrentSequence>& sequences) {
-  const int64_t channels = args.heads * (2 * args.key_dim + args.value_dim), item = item_bytes(args.raw.type);
+void resolve_initial(const RecurrentPlan& plan, const KdaArgs& args, std::vector<RecurrentSequence>& sequences) {
+  const int64_t item = item_bytes(args.raw.type);
   const int64_t tail_bytes = (args.taps - 1) * args.tail_row_stride * item;
   const int64_t state_bytes = args.heads * args.key_dim * args.value_dim * 4;
   const int64_t record = (state_bytes + tail_bytes + 63) / 64 * 64;
@@ -193,56 +252,68 @@ void resolve_initial(const RecurrentPlan& plan, KdaArgs& args, std::vector<Recur
     std::memcpy(copies, sequences[i].initial_state, size_t(state_bytes));
     for (int64_t row = 0; row < args.taps - 1; row++)
       std::memcpy(copies + state_bytes + row * args.tail_row_stride * item,
-                  sequences[i].initial_tail + row * args.tail_row_stride * item, size_t(channels * item));
+                  sequences[i].initial_tail + row * args.tail_row_stride * item, size_t(args.channels() * item));
     sequences[i].initial_state = reinterpret_cast<const float*>(copies);
     sequences[i].initial_tail = copies + state_bytes;
     copies += record;
   }
 }
 
-void kda_mixer(handle raw, handle decay, handle beta, handle gate, handle conv, handle decay_log, handle dt_bias,
-               handle norm, float eps, std::optional<float> lower_bound, handle tails, handle states,
-               const RecurrentPlan& plan, handle out) {
-  const Tensor r = Tensor::from(raw, "raw", 2, kFloats, 1), d = Tensor::from(decay, "decay", 2, kFloats, 1);
-  const Tensor b = Tensor::from(beta, "beta", 2, kFloats, 1), g = Tensor::from(gate, "gate", 2, kFloats, 1);
-  const Tensor c = Tensor::from(conv, "conv", 2, kF32, 2), y = Tensor::from(out, "out", 2, kFloats, 1);
-  const Tensor t = Tensor::from(tails, "tails", 3, kFloats, 1), s = Tensor::from(states, "states", 4, kF32, 3);
-  const int64_t rows = plan.rows(), heads = s.shape[1], key_dim = s.shape[2], value_dim = s.shape[3];
-  const int64_t channels = heads * (2 * key_dim + value_dim);
-  r.check_shape({rows, channels});
-  d.check_shape({rows, heads * key_dim});
-  b.check_shape({rows, heads});
-  g.check_shape({rows, heads * value_dim});
-  y.check_shape({rows, heads * value_dim});
-  c.check_shape({-1, channels});
+// What both recurrent mixers take, and what the shapes say about heads.
+struct RecurrentInputs {
+  handle raw, decay, beta, gate, conv, decay_log, dt_bias, norm, tails, states, out;
+  bool scalar_decay;
+};
+
+KdaArgs recurrent_args(const RecurrentInputs& in, float eps, const RecurrentPlan& plan) {
+  const Tensor r = Tensor::from(in.raw, "raw", 2, kFloats, 1), d = Tensor::from(in.decay, "decay", 2, kFloats, 1);
+  const Tensor b = Tensor::from(in.beta, "beta", 2, kFloats, 1), g = Tensor::from(in.gate, "gate", 2, kFloats, 1);
+  const Tensor c = Tensor::from(in.conv, "conv", 2, kF32, 2), y = Tensor::from(in.out, "out", 2, kFloats, 1);
+  const Tensor t = Tensor::from(in.tails, "tails", 3, kFloats, 1), s = Tensor::from(in.states, "states", 4, kF32, 3);
+  KdaArgs args{};
+  args.heads = s.shape[1];
+  args.key_dim = s.shape[2];
+  args.value_dim = s.shape[3];
+  args.scalar_decay = in.scalar_decay;
+  args.key_heads = args.heads;
+  if (in.scalar_decay) {
+    args.key_heads = (r.shape[1] - args.heads * args.value_dim) / (2 * args.key_dim);
+    if (args.key_heads < 1 || args.heads % args.key_heads != 0)
+      bad_value("raw", "must hold q and k of a divisor of the value heads");
+  }
+  const int64_t rows = plan.rows(), decays = args.heads * (in.scalar_decay ? 1 : args.key_dim);
+  r.check_shape({rows, args.channels()});
+  d.check_shape({rows, decays});
+  b.check_shape({rows, args.heads});
+  g.check_shape({rows, args.heads * args.value_dim});
+  y.check_shape({rows, args.heads * args.value_dim});
+  c.check_shape({-1, args.channels()});
   if (c.shape[0] < 1 || c.shape[0] > 64) bad_value("conv", "must have 1 to 64 taps");
-  t.check_shape({-1, c.shape[0] - 1, channels});
+  t.check_shape({-1, c.shape[0] - 1, args.channels()});
   t.check_type(r.type());
   if (t.shape[0] != s.shape[0]) bad_value("tails", "must have as many slots as states");
   plan.check(s.shape[0]);
-  KdaArgs args{};
   args.raw = r.rows();
   args.decay = d.rows();
   args.beta = b.rows();
   args.gate = g.rows();
   args.out = y.rows();
   args.conv = c.floats();
-  args.decay_log = vector_of(decay_log, "decay_log", heads);
-  args.dt_bias = vector_of(dt_bias, "dt_bias", heads * key_dim);
-  args.norm = vector_of(norm, "norm", value_dim);
+  args.decay_log = vector_of(in.decay_log, "decay_log", args.heads);
+  args.dt_bias = vector_of(in.dt_bias, "dt_bias", decays);
+  args.norm = vector_of(in.norm, "norm", args.value_dim);
   args.taps = c.shape[0];
-  args.heads = heads;
-  args.key_dim = key_dim;
-  args.value_dim = value_dim;
   args.eps = eps;
-  args.scale = 1.0f / __builtin_sqrtf(float(key_dim));
-  args.bounded = lower_bound.has_value();
-  args.lower_bound = lower_bound.value_or(0.0f);
+  args.scale = 1.0f / __builtin_sqrtf(float(args.key_dim));
   args.tails = t.data;
   args.tail_slot_stride = t.strides[0];
   args.tail_row_stride = t.strides[1];
   args.states = s.floats();
   args.state_slot_stride = s.strides[0];
+  return args;
+}
+
+void run_recurrent(KdaArgs args, const RecurrentPlan& plan) {
   nb::gil_scoped_release release;
   std::vector<RecurrentSequence> sequences;
   resolve_initial(plan, args, sequences);
@@ -250,6 +321,24 @@ void kda_mixer(handle raw, handle decay, handle beta, handle gate, handle conv, 
   args.sequences = sequences.data();
   args.exports = plan.exports.data();
   kernels().kda(args);
+}
+
+void kda_mixer(handle raw, handle decay, handle beta, handle gate, handle conv, handle decay_log, handle dt_bias,
+               handle norm, float eps, std::optional<float> lower_bound, handle tails, handle states,
+               const RecurrentPlan& plan, handle out) {
+  KdaArgs args = recurrent_args({raw, decay, beta, gate, conv, decay_log, dt_bias, norm, tails, states, out, false},
+                                eps, plan);
+  args.bounded = lower_bound.has_value();
+  args.lower_bound = lower_bound.value_or(0.0f);
+  run_recurrent(args, plan);
+}
+
+void gdn_mixer(handle raw, handle decay, handle beta, handle gate, handle conv, handle decay_log, handle dt_bias,
+               handle norm, float eps, handle tails, handle states, const RecurrentPlan& plan, handle out) {
+  KdaArgs args = recurrent_args({raw, decay, beta, gate, conv, decay_log, dt_bias, norm, tails, states, out, true},
+                                eps, plan);
+  args.silu_gate = true;
+  run_recurrent(args, plan);
 }
 
 Rows optional_rows(handle object, const char* name, const Tensor& like) {
@@ -358,6 +447,10 @@ NB_MODULE(_native, m) {
         "out"_a);
   m.def("kda_mixer", kda_mixer, "raw"_a, "decay"_a, "beta"_a, "gate"_a, "conv"_a, "decay_log"_a, "dt_bias"_a, "norm"_a,
         "eps"_a, "lower_bound"_a.none(), "tails"_a, "states"_a, "plan"_a, "out"_a);
+  m.def("gdn_mixer", gdn_mixer, "raw"_a, "decay"_a, "beta"_a, "gate"_a, "conv"_a, "decay_log"_a, "dt_bias"_a, "norm"_a,
+        "eps"_a, "tails"_a, "states"_a, "plan"_a, "out"_a);
+  m.def("gqa_mixer", gqa_mixer, "query_gate"_a, "key"_a, "value"_a, "query_norm"_a, "key_norm"_a, "eps"_a,
+        "inverse_frequencies"_a, "pages"_a, "plan"_a, "out"_a);
   m.def("moe", moe, "x"_a, "logits"_a, "bias"_a, "experts"_a, "experts_per_token"_a, "renormalize"_a, "scaling"_a,
         "shared"_a.none(), "residual"_a.none(), "out"_a);
   m.def("embed", embed, "ids"_a, "table"_a, "out"_a);

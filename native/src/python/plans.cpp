@@ -1,6 +1,7 @@
 #include "python/plans.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <new>
 #include <unordered_map>
@@ -102,6 +103,22 @@ void AttentionPlan::check(int64_t num_pages, int64_t match_unit) const {
     if ((table_starts[s + 1] - table_starts[s]) * match_unit < end)
       bad_value("plan", "page table " + std::to_string(s) + " covers fewer than " + std::to_string(end) + " positions");
   }
+}
+
+const RotaryTable& AttentionPlan::rotary(const float* frequencies, int64_t count) {
+  const std::vector<float> wanted(frequencies, frequencies + count);
+  if (rotary_.frequencies == wanted && !rotary_.cosines.empty()) return rotary_;
+  rotary_ = RotaryTable{wanted, {}, {}};
+  for (const Span& span : spans) {
+    for (int64_t i = 0; i < span.length(); i++) {
+      for (float frequency : wanted) {
+        const double angle = float(span.position + i) * frequency;
+        rotary_.cosines.push_back(float(std::cos(angle)));
+        rotary_.sines.push_back(float(std::sin(angle)));
+      }
+    }
+  }
+  return rotary_;
 }
 
 RecurrentPlan::RecurrentPlan(nb::list span_list, nb::list initial_slots, nb::list running_slots, nb::list export_list) {

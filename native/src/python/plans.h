@@ -33,6 +33,11 @@ class Experts {
   nb::list owners_gate_up_, owners_down_;
 };
 
+// Cosines and sines of a step's rows, [rows, frequencies].
+struct RotaryTable {
+  std::vector<float> frequencies, cosines, sines;
+};
+
 // Index of an attention group in one step.
 class AttentionPlan {
  public:
@@ -40,11 +45,14 @@ class AttentionPlan {
   // Throws if a page id or an offset does not exist in pages of this shape, or a table is too short.
   void check(int64_t num_pages, int64_t match_unit) const;
   int64_t rows() const { return int64_t(write_pages.size()); }
+  // Angles are position times frequency in fp32; all layers of a step share one table.
+  const RotaryTable& rotary(const float* frequencies, int64_t count);
 
   std::vector<Span> spans;
   std::vector<int64_t> table, table_starts, write_pages, write_offsets;
 
  private:
+  RotaryTable rotary_;
   int64_t smallest_page_ = 0, largest_page_ = -1, smallest_offset_ = 0, largest_offset_ = -1;
 };
 

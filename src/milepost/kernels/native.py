@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from milepost.kernels import reference_gdn, reference_gqa
 from milepost.kernels.arguments import KdaInputs, KdaParams, MoeParams
 from milepost.kernels.index import AttentionIndex, RecurrentIndex, RowSpan
 from milepost.kernels.reference import ExpertWeights
@@ -208,53 +207,43 @@ class NativeOperations:
         states: torch.Tensor,
         index: RecurrentIndex,
     ) -> torch.Tensor:
-        """The KDA kernel with one decay per head, on a convolution done beforehand (one tap of 1)."""
-        num_rows, heads = inputs.beta.shape
-        convolved = reference_gdn.convolved(inputs.raw, params.conv_taps, tails, index)
-        parts = reference_gdn.repeated_parts(convolved, params)
-        channels = torch.cat([part.reshape(num_rows, -1) for part in parts], dim=-1)
-        width = heads * params.key_dim
-        per_key = inputs.decay.float().unsqueeze(-1).expand(-1, -1, params.key_dim)
-        gate = inputs.gate.float()
-        result = self._local.workspace.rows("gdn_mixer", num_rows, heads * params.value_dim, torch.float32)
-        self._library.kda_mixer(
-            channels,
-            per_key.reshape(num_rows, width),
+        width = params.num_value_heads * params.value_dim
+        result = self._local.workspace.rows("gdn_mixer", inputs.raw.shape[0], width, inputs.raw.dtype)
+        self._library.gdn_mixer(
+            inputs.raw,
+            inputs.decay,
             inputs.beta,
-            gate,
-            torch.ones(1, channels.shape[1]),
+            inputs.gate,
+            params.conv_taps,
             params.decay_log,
-            params.dt_bias.repeat_interleave(params.key_dim),
+            params.dt_bias,
             params.norm_weight,
             params.norm_eps,
-            None,
-            torch.empty(states.shape[0], 0, channels.shape[1]),
+            tails,
             states,
             self._recurrent_plan(index),
             result,
         )
-        # silu(z) = z * sigmoid(z); the kernel has multiplied by the sigmoid.
-        return (result * gate).to(inputs.gate.dtype)
+        return result
 
     def gqa_mixer(
         self, inputs: GqaInputs, params: GqaParams, pages: torch.Tensor, index: AttentionIndex
     ) -> torch.Tensor:
-        """Each key-value head as a latent [value | key] that its group of query heads attends to."""
-        query = reference_gqa.store_and_rotate(inputs, params, pages, index)
-        num_rows, _, dim = query.shape
-        plan = self._attention_plan(index)
-        group = params.num_heads // params.num_kv_heads
-        out = torch.empty_like(query)
-        for head in range(params.num_kv_heads):
-            heads = slice(head * group, (head + 1) * group)
-            # Zeros meet the value part, so that a score is that of the key alone.
-            wide = query.new_zeros(num_rows, group, 2 * dim)
-            wide[:, :, dim:] = query[:, heads]
-            mixed = query.new_empty(num_rows, group, dim)
-            latents = pages[:, :, 2 * dim * head : 2 * dim * (head + 1)]
-            self._library.attend(wide, latents, plan, dim, dim**-0.5, mixed)
-            out[:, heads] = mixed
-        return reference_gqa.gated_output(out, inputs, params)
+        width = params.num_heads * params.head_dim
+        result = self._local.workspace.rows("gqa_mixer", inputs.key.shape[0], width, inputs.key.dtype)
+        self._library.gqa_mixer(
+            inputs.query_gate,
+            inputs.key,
+            inputs.value,
+            params.query_norm,
+            params.key_norm,
+            params.norm_eps,
+            params.inverse_frequencies,
+            pages,
+            self._attention_plan(index),
+            result,
+        )
+        return result
 
     def moe(
         self,

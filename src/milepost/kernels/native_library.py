@@ -15,7 +15,7 @@ from types import ModuleType
 from milepost.errors import ConfigError
 
 DISTRIBUTION = "milepost-kernels"
-API_VERSION = 1
+API_VERSION = 2
 """Signatures this side calls; the library states the ones it has."""
 
 

@@ -1,0 +1,76 @@
+// What grouped-query attention does before and behind the attention itself: per-head norms, rotary
+// positions, page writes; and the output gate.
+#pragma once
+
+#include "isa/gemm.h"
+
+namespace milepost {
+namespace MP_ISA {
+
+// rms_norm(x) * weight in fp32, then entry i of the first half of the rotary part is rotated with entry i of
+// the second half.
+inline void norm_and_rotate(const GqaArgs& a, const char* x, Type type, const float* weight, int64_t row, float* out) {
+  Vec squares = zero();
+  for (int64_t i = 0; i < a.head_dim; i += kLanes) {
+    const Vec v = load_part(x + i * item_bytes(type), type, a.head_dim - i);
+    squares = fma(v, v, squares);
+  }
+  const Vec scale = set1(inverse_root(sum(squares) / float(a.head_dim) + a.eps));
+  for (int64_t i = 0; i < a.head_dim; i += kLanes) {
+    const int64_t left = a.head_dim - i;
+    const Vec v = load_part(x + i * item_bytes(type), type, left);
+    const Vec w = load_part(reinterpret_cast<const char*>(weight + i), Type::f32, left);
+    store_part(reinterpret_cast<char*>(out + i), Type::f32, mul(mul(v, scale), w), left);
+  }
+  const int64_t half = a.half_rotary;
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const int64_t left = half - i;
+    const auto part = [left](const float* p) { return load_part(reinterpret_cast<const char*>(p), Type::f32, left); };
+    const Vec cosine = part(a.cosines + row * half + i), sine = part(a.sines + row * half + i);
+    const Vec first = part(out + i), second = part(out + half + i);
+    store_part(reinterpret_cast<char*>(out + i), Type::f32, sub(mul(first, cosine), mul(second, sine)), left);
+    store_part(reinterpret_cast<char*>(out + half + i), Type::f32, add(mul(second, cosine), mul(first, sine)), left);
+  }
+}
+
+inline void gqa_begin_item(const void* args, int64_t item) {
+  const GqaArgs& a = *static_cast<const GqaArgs*>(args);
+  const int64_t bytes = item_bytes(a.key.type);
+  float* rotated = scratch_of<float>(kMoeInner, a.head_dim + kLanes);
+  for (int64_t row = item * 16; row < a.rows && row < item * 16 + 16; row++) {
+    for (int64_t head = 0; head < a.heads; head++)
+      norm_and_rotate(a, a.query_gate.at(row, 2 * head * a.head_dim), a.query_gate.type, a.query_norm, row,
+                      a.query + (row * a.heads + head) * a.head_dim);
+    const auto entry = [&](const Pages& pages, int64_t head) {
+      const int64_t at = a.write_pages[row] * pages.page_stride + a.write_offsets[row] * pages.entry_stride;
+      return const_cast<char*>(pages.data) + (at + head * pages.head_stride) * bytes;
+    };
+    for (int64_t head = 0; head < a.kv_heads; head++) {
+      norm_and_rotate(a, a.key.at(row, head * a.head_dim), a.key.type, a.key_norm, row, rotated);
+      char* target = entry(a.keys, head);
+      for (int64_t i = 0; i < a.head_dim; i += kLanes)
+        store_part(target + i * bytes, a.key.type,
+                   load_part(reinterpret_cast<const char*>(rotated + i), Type::f32, a.head_dim - i), a.head_dim - i);
+      std::memcpy(entry(a.values, head), a.value.at(row, head * a.head_dim), size_t(a.head_dim * bytes));
+    }
+  }
+}
+
+inline void gqa_end_item(const void* args, int64_t item) {
+  const GqaArgs& a = *static_cast<const GqaArgs*>(args);
+  for (int64_t row = item * 16; row < a.rows && row < item * 16 + 16; row++)
+    for (int64_t head = 0; head < a.heads; head++)
+      for (int64_t i = 0; i < a.head_dim; i += kLanes) {
+        const int64_t left = a.head_dim - i;
+        const Vec gate = load_part(a.query_gate.at(row, (2 * head + 1) * a.head_dim + i), a.query_gate.type, left);
+        const float* mixed = a.mixed + (row * a.heads + head) * a.head_dim + i;
+        const Vec x = load_part(reinterpret_cast<const char*>(mixed), Type::f32, left);
+        store_part(a.out.at(row, head * a.head_dim + i), a.out.type, mul(x, sigmoid(gate)), left);
+      }
+}
+
+inline void gqa_begin(const GqaArgs& a) { run_items((a.rows + 15) / 16, gqa_begin_item, &a, a.rows > 32); }
+inline void gqa_end(const GqaArgs& a) { run_items((a.rows + 15) / 16, gqa_end_item, &a, a.rows > 32); }
+
+}  // namespace MP_ISA
+}  // namespace milepost
