@@ -106,7 +106,7 @@ CASES = [
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize(("name", "has_tools"), [c for c in CASES if c[0] != "reversed"])
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(st.data())
 def test_the_deepest_boundary_of_the_next_turn_is_kept(
     name: str, has_tools: bool, kind: str, data: Any
@@ -127,7 +127,7 @@ def test_the_deepest_boundary_of_the_next_turn_is_kept(
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize(("name", "has_tools"), [c for c in CASES if c[0] not in ("opened", "dated_end")])
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(st.data())
 def test_the_next_turn_shares_the_lowest_history_position(
     name: str, has_tools: bool, kind: str, data: Any

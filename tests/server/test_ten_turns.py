@@ -109,7 +109,7 @@ def test_ten_turns(url: str, model: ServingModel, name: str, has_tools: bool) ->
     num_cached = 0
     for turn in range(10):
         body = {
-            "messages": messages, "max_tokens": rng.randrange(1, 50), "temperature": 0.8, "seed": turn,
+            "messages": messages, "max_tokens": rng.randrange(1, 24), "temperature": 0.8, "seed": turn,
             "return_token_ids": True, **({"tools": TOOLS} if has_tools else {}),
         }  # fmt: skip
         response = HTTP.post(f"{url}/v1/chat/completions", json=body)

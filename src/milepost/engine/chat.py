@@ -140,6 +140,13 @@ class ChatRenderer:
         self._append_text(encoded, rendered[encoded.ends[-1] :])
         return encoded
 
+    def end_of_piece(self, rendered: str, start: int, inside: int) -> int:
+        """Character behind the first control token from `start` on that ends behind `inside`."""
+        for _, end, _ in self._tokenizer.find_control(rendered[start:]):
+            if start + end > inside:
+                return start + end
+        return len(rendered)
+
     def _append_text(self, encoded: EncodedText, text: str) -> None:
         if text:
             encoded.token_ids.extend(self._tokenizer.encode_array(text.replace(self._mark, "")))
@@ -216,12 +223,16 @@ class _Conversation:
 
     def _shared_with(self, prompt: EncodedText, other: str) -> int:
         """Common prefix of ids. Up to the last control token well inside the common text they are equal;
-        only what follows is encoded."""
-        num_chars = common_prefix(prompt.text, other) - self.renderer.longest_control
-        known = max(0, bisect_right(prompt.ends, num_chars) - 1)
+        of what follows only the piece around the difference is encoded, if they differ in it."""
+        num_chars = common_prefix(prompt.text, other)
+        known = max(0, bisect_right(prompt.ends, num_chars - self.renderer.longest_control) - 1)
         end, count = prompt.ends[known], prompt.counts[known]
-        rest = self.renderer.encode(other[end:]).token_ids
-        return count + common_prefix(prompt.token_ids[count : count + len(rest)], rest)
+        for stop in (self.renderer.end_of_piece(other, end, num_chars), len(other)):
+            rest = self.renderer.encode(other[end:stop]).token_ids
+            shared = common_prefix(prompt.token_ids[count : count + len(rest)], rest)
+            if shared < len(rest):
+                break
+        return count + shared
 
     def _history_positions(self, prompt: EncodedText) -> list[int]:
         """What the next user turn and the next tool result will share with this prompt."""
