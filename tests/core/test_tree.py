@@ -165,6 +165,6 @@ def test_a_pinned_root_outlives_its_last_leaf() -> None:
 def test_a_new_node_carries_its_time_and_nothing_else() -> None:
     tree = PrefixTree(1)
     node = tree.add(tree.root(b"r", 1.0), b"k", b"abcd", [4], 2.5)
-    assert (node.created, node.last_used, node.num_hits, node.pins) == (2.5, 2.5, 0, 0)
+    assert (node.last_used, node.num_hits, node.pins) == (2.5, 0, 0)
     assert (node.states, node.reason, node.conversation, node.tokens) == (None, "", None, b"abcd")
     assert "depth=1" in repr(node)

@@ -325,7 +325,6 @@ class PrefixCache:
         self.tree.attach_state(node, slots, reason)
         node.conversation = lease.conversation
         node.last_used = now
-        node.created = now
         node.num_hits = lease.lineage
         node.retention_priority = lease.retention_priority
         self.evictor.reuse.created(node.key, reuse_class(node), now)

@@ -28,7 +28,7 @@ class Node:
     """
 
     __slots__ = (
-        "children", "conversation", "created", "depth", "key", "last_used", "num_hits", "num_users", "pages",
+        "children", "conversation", "depth", "key", "last_used", "num_hits", "num_users", "pages",
         "parent",
         "pinned_until", "pins", "reason", "retention_priority", "states", "tokens",
     )  # fmt: skip
@@ -45,7 +45,6 @@ class Node:
         self.pins = 0
         self.num_users = 0
         self.last_used = now
-        self.created = now
         self.num_hits = 0
         self.conversation: tuple[bytes, str] | None = None
         self.retention_priority = 0

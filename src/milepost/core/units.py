@@ -1,26 +1,10 @@
-"""Unit types and the only integer divisions the core uses.
+"""The only integer divisions the core uses.
 
-Every quantity has one name and one unit; `//` and `%` stay in this module so that a reader
-sees which way a number was rounded.
+Every quantity has one name that carries its unit (`num_..._tokens`, `..._units`, `..._bytes`, `position`);
+`//` and `%` stay in this module, so that a reader sees which way a number was rounded.
 """
 
 from __future__ import annotations
-
-from typing import NewType
-
-TokenPos = NewType("TokenPos", int)
-"""Number of tokens summarised: a state at position p has read exactly p tokens."""
-TokenCount = NewType("TokenCount", int)
-UnitIndex = NewType("UnitIndex", int)
-"""Index of a match unit on a path; unit i covers tokens [i * U, (i + 1) * U)."""
-PageId = NewType("PageId", int)
-"""Index of a page in one attention group's pool."""
-SlotId = NewType("SlotId", int)
-"""Index of a state slot in one recurrent group's pool."""
-GroupIndex = NewType("GroupIndex", int)
-RequestId = NewType("RequestId", int)
-StepId = NewType("StepId", int)
-Bytes = NewType("Bytes", int)
 
 
 def floor_to(value: int, unit: int) -> int:
