@@ -169,6 +169,15 @@ def test_parameter_count_is_that_of_the_files(changes: dict[str, Any]) -> None:
     assert count_parameters(parse_config(config)) == total
 
 
+def test_the_epsilon_of_the_latent_norms_is_a_parameter() -> None:
+    """The published code uses 1e-6 there, whatever rms_norm_eps says."""
+    for config, expected in (({}, 1e-6), ({"mla_latent_norm_eps": 1e-5}, 1e-5)):
+        mla = parse_config(tiny_config(rms_norm_eps=1e-4, **config)).mla
+        assert mla is not None and mla.latent_norm_eps == expected
+    with pytest.raises(ConfigError, match="mla_latent_norm_eps"):
+        parse_config(tiny_config(mla_latent_norm_eps=0))
+
+
 def test_models_without_one_kind_of_layer() -> None:
     only_kda = parse_config(
         tiny_config(linear_attn_config={"kda_layers": [1, 2, 3, 4, 5], "full_attn_layers": []})

@@ -26,6 +26,7 @@ from tests.support.qwen_checkpoints import (  # noqa: E402
     wrapped,
 )
 
+from milepost.kernels.reference_gqa import inverse_frequencies, rotate  # noqa: E402
 from milepost.models import load_model  # noqa: E402
 
 pytestmark = pytest.mark.oracle
@@ -92,6 +93,23 @@ def test_pieces_agree_with_oracle(driver: Driver, checkpoint: Path, sizes: list[
 def test_resumed_from_exported_checkpoint(driver: Driver, checkpoint: Path, position: int) -> None:
     theirs = _oracle_logits(checkpoint, torch.float32)
     _assert_close(run_resumed(driver, TOKENS, position), theirs[position:])
+
+
+def test_positions_far_out_are_those_of_the_oracle() -> None:
+    """fp32 angles: at a million tokens the rounding of position times frequency shows."""
+    from transformers import Qwen3NextConfig
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEmbedding
+
+    config = Qwen3NextConfig(**next_config(head_dim=256, rope_theta=1e7))
+    positions = [0, 1, 4095, 131_071, 262_144, 1_000_003]
+    cos, sin = Qwen3NextRotaryEmbedding(config)(torch.zeros(1), torch.tensor([positions]))
+    frequencies = inverse_frequencies(64, 1e7)
+    ours = rotate(
+        torch.ones(len(positions), 1, 256), torch.tensor(positions).float().unsqueeze(1) * frequencies
+    )[:, 0]
+    cos, sin = cos[0, :, :32], sin[0, :, :32]
+    torch.testing.assert_close(ours[:, :64], torch.cat([cos - sin, cos + sin], dim=-1), rtol=0, atol=1e-5)
+    assert torch.equal(ours[:, 64:], torch.ones(len(positions), 192))
 
 
 @pytest.mark.parametrize("config", [dense_config, next_config], ids=["dense", "next"])
