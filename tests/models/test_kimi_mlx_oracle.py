@@ -114,6 +114,29 @@ def test_packed_experts_agree_with_oracle(packed: Path, tmp_path: Path, sizes: l
     _assert_close(run_resumed(driver, TOKENS, 48), theirs[48:])
 
 
+def test_weights_stored_in_bf16_and_run_in_fp32(tmp_path: Path) -> None:
+    """How a published checkpoint is compared: its bf16 values, computed in fp32 on both sides."""
+    tensors = {
+        name: tensor.bfloat16().float() for name, tensor in k3.random_tensors(k3.k3_config(), 3).items()
+    }
+    theirs = mlx_logits(write_checkpoint(tmp_path / "wide", k3.k3_config(), tensors=tensors), TOKENS)
+    stored = write_checkpoint(tmp_path / "stored", k3.k3_config(dtype="bfloat16"), tensors=tensors)
+    driver = Driver(load_model(stored, dtype="float32"), match_unit=16, cache_bytes=32 << 20)
+    _assert_close(run_in_pieces(driver, TOKENS, [37, 1, 62]), theirs)
+
+
+def test_a_checkpoint_may_pack_only_some_experts(packed: Path, tmp_path: Path) -> None:
+    stored = load_file(packed / "model.safetensors")
+    base = "language_model.model.layers.2.block_sparse_moe.experts.5."
+    for name in ("w1", "w2", "w3"):
+        bytes_of, scales = (stored.pop(f"{base}{name}.weight_{kind}") for kind in ("packed", "scale"))
+        stored[f"{base}{name}.weight"] = dequantized(bytes_of, scales, torch.float32)
+    config = k3.k3_config(quantization_config=k3.PACKED)
+    driver = Driver(load_model(write_checkpoint(tmp_path / "mixed", config, tensors=stored)), match_unit=16)
+    theirs = mlx_logits(_unpacked(packed, tmp_path / "plain"), TOKENS)
+    _assert_close(run_in_pieces(driver, TOKENS, [100]), theirs)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_decoding_of_every_byte_is_that_of_mlx(dtype: Any) -> None:
     packed = torch.arange(256, dtype=torch.uint8).view(16, 16).repeat(1, 2)
