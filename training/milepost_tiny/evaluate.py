@@ -105,13 +105,15 @@ def text_loss(
     return {"nats_per_token": nats, "bits_per_char": nats / math.log(2) * len(ids) / chars}
 
 
-def recall_table(session: Session, distances: Sequence[int], num_cases: int) -> list[dict[str, Any]]:
+def recall_table(
+    session: Session, distances: Sequence[int], num_cases: int, first_seed: int = 0
+) -> list[dict[str, Any]]:
     """Per distance: the whole greedy answer exact, and the value right when the stem is given."""
     rows = []
     for distance in distances:
         exact = value_right = 0
         misses: list[str] = []
-        for seed in range(num_cases):
+        for seed in range(first_seed, first_seed + num_cases):
             case = session.cases.make(seed, distance)
             states = session.prefill(case.prefix_ids)
             answer = session.greedy(case.question_ids, states, len(case.answer_ids))
@@ -233,7 +235,9 @@ def recall_controls(session: Session, num_cases: int, distance: int = 300) -> di
         other = session.cases.make(seed + 10_000, distance + 300)
         point = -(-case.fact_end // MATCH_UNIT) * MATCH_UNIT
         restore = make_restore(session, case.prefix_ids, other.prefix_ids, point)
-        for name, states in recurrent_damages(session, restore).items():
+        damages = recurrent_damages(session, restore)
+        damages["all attention pages zeroed"] = mla_only(session, restore.exact, lambda i, cache: cache * 0)
+        for name, states in damages.items():
             states = session.prefill(case.prefix_ids[point:], states)
             right[name] = right.get(name, 0) + value_is_right(session, case, states)
     for name, count in right.items():
@@ -344,6 +348,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=REPOSITORY / "src/milepost/assets/milepost-tiny")
     parser.add_argument("--run-dir", type=Path, help="for the text loss")
     parser.add_argument("--cases", type=int, default=100, help="recall cases per distance")
+    parser.add_argument("--first-seed", type=int, default=0, help="of the recall cases")
     parser.add_argument("--control-cases", type=int, default=40)
     parser.add_argument("--distances", type=int, nargs="+", default=list(DISTANCES))
     parser.add_argument(
@@ -358,7 +363,7 @@ def main() -> None:
         if arguments.run_dir:
             figures["text"] = text_loss(session, arguments.run_dir)
             print(figures["text"], flush=True)
-        figures["recall"] = recall_table(session, arguments.distances, arguments.cases)
+        figures["recall"] = recall_table(session, arguments.distances, arguments.cases, arguments.first_seed)
         if arguments.control_cases:
             figures["chat"] = chat_table(session, arguments.control_cases)
             print(figures["chat"], flush=True)
