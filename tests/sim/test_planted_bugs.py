@@ -27,7 +27,7 @@ from milepost.sim.fingerprint import FingerprintError
 from milepost.sim.swarm import ACTIONS, PROMPTS, Swarm, SwarmConfig, draw_geometry
 from milepost.sim.world import Checks, SimulationError
 
-NUM_STEPS = 3_000
+NUM_STEPS = 2_000
 SEEDS = range(10)
 EVERYTHING = Checks()
 WORKER_ALONE = Checks(audit=False, contents=False, bound=False)
@@ -58,7 +58,7 @@ def draw_run(rng: Random) -> SwarmConfig:
         ),
         SchedulerConfig(rng.choice((2 * unit + 1, 6 * unit)), 4, max_len),
         actions={
-            name: {"step": 6.0, "add": 3.0, "reset": 0.02, "tick": 0.1}.get(name, 0.3) for name in ACTIONS
+            name: {"step": 6.0, "add": 3.0, "reset": 0.02, "tick": 0.1, "abort": 0.8}.get(name, 0.3) for name in ACTIONS
         },
         prompts=dict.fromkeys(PROMPTS, 1.0),
         fault_rates={"before": 0.02, "torn": 0.02, "unacknowledged": 0.02, "dropped": 0.02},
