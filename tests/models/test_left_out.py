@@ -1,4 +1,4 @@
-"""Tensors that are not loaded: drafts and vision are named in one line, others warned about."""
+"""Tensors the decoder does not use: drafts are kept for later, vision is named once, others warned about."""
 
 from __future__ import annotations
 
@@ -10,22 +10,31 @@ import torch
 from tests.support.checkpoints import write_checkpoint
 from tests.support.qwen_checkpoints import dense_config, random_tensors
 
+from milepost.errors import CheckpointFileError
 from milepost.models import load_model
 
 
-def test_draft_and_vision_weights_are_listed_not_refused(
+def test_draft_weights_are_kept_and_vision_weights_listed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = dense_config()
-    extra = {"mtp.fc.weight": torch.zeros(4, 8), "mtp.norm.weight": torch.zeros(4)}
-    extra["model.visual.patch_embed.proj.weight"] = torch.zeros(2, 2)
-    directory = write_checkpoint(tmp_path, config, tensors={**random_tensors(config), **extra})
+    drafts = {"mtp.fc.weight": torch.randn(4, 8), "mtp.norm.weight": torch.ones(4)}
+    vision = {"model.visual.patch_embed.proj.weight": torch.zeros(2, 2)}
+    directory = write_checkpoint(tmp_path, config, tensors={**random_tensors(config), **drafts, **vision})
     with caplog.at_level(logging.INFO, logger="milepost"):
         loaded = load_model(directory)
-    assert loaded.unused_tensors == sorted(extra)
-    assert [record.getMessage() for record in caplog.records] == [
-        "not loaded: model.visual.* (1 tensors), mtp.* (2 tensors)"
-    ]
+    assert loaded.unused_tensors == sorted(vision)
+    assert loaded.mtp_weights.keys() == drafts.keys()
+    for name, tensor in drafts.items():
+        assert torch.equal(loaded.mtp_weights[name], tensor.to(loaded.mtp_weights[name].dtype))
+    assert [record.getMessage() for record in caplog.records] == ["not loaded: model.visual.* (1 tensors)"]
+
+
+def test_a_draft_weight_that_is_not_finite_is_refused_by_name(tmp_path: Path) -> None:
+    config = dense_config()
+    tensors = {**random_tensors(config), "mtp.fc.weight": torch.full((2, 2), torch.nan)}
+    with pytest.raises(CheckpointFileError, match=r"mtp\.fc\.weight holds NaN"):
+        load_model(write_checkpoint(tmp_path, config, tensors=tensors))
 
 
 def test_a_tensor_that_nobody_expected_is_warned_about(

@@ -25,6 +25,7 @@ from milepost.models.weights import Progress, WeightReader
 
 log = logging.getLogger(__name__)
 _MAX_NAMED = 5
+MTP_PREFIX = "mtp."
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -38,6 +39,8 @@ class LoadedModel:
         dtype: name of the dtype it runs in.
         kernels: the operations it calls, with the choices behind them.
         unused_tensors: names in the files that the decoder has no use for.
+        mtp_weights: tensors of the checkpoint's own draft modules (`mtp.*`) as stored, mapped and not
+            copied; empty without any. No drafter runs them yet.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class LoadedModel:
         dtype: str,
         kernels: Kernels,
         unused_tensors: list[str],
+        mtp_weights: dict[str, torch.Tensor],
     ) -> None:
         self.config = config
         self.layout = layout
@@ -55,6 +59,7 @@ class LoadedModel:
         self.dtype = dtype
         self.kernels = kernels
         self.unused_tensors = unused_tensors
+        self.mtp_weights = mtp_weights
 
     @property
     def vocab_size(self) -> int:
@@ -100,10 +105,11 @@ def load_model(
     weights = WeightReader(path, progress=progress, check_finite=check_finite)
     chosen = kernels or select_kernels()
     decoder = HybridDecoder(spec, weights, chosen, TORCH_DTYPES[dtype_name])
+    mtp_weights = weights.take_prefixed(MTP_PREFIX)
     weights.finish()
     unused = weights.unused_names()
     _log_unused(unused, spec.skipped)
-    return LoadedModel(spec, cache_layout(spec, dtype_name), decoder, dtype_name, chosen, unused)
+    return LoadedModel(spec, cache_layout(spec, dtype_name), decoder, dtype_name, chosen, unused, mtp_weights)
 
 
 def _log_unused(names: Sequence[str], skipped: Sequence[str]) -> None:

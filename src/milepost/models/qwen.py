@@ -16,7 +16,7 @@ MOE_MODEL_TYPES = ("qwen3_5_moe", "qwen3_5_moe_text")
 EXPERT_NAMES = ExpertNames(
     module="mlp", gate="gate_proj", up="up_proj", down="down_proj", shared="shared_expert"
 )
-SKIPPED = ("mtp.", "model.visual.", "visual.")
+SKIPPED = ("model.visual.", "visual.")
 _NORM_EPS = 1e-6
 _LAYER_KINDS: dict[str, Mixer] = {"linear_attention": "gdn", "full_attention": "gqa"}
 
