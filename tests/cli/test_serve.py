@@ -82,6 +82,7 @@ def test_the_embedded_model_chats_and_hits() -> None:
         assert cached > 0
     text = "".join(lines)
     assert "smallest prompt that can hit: 33 tokens" in text
+    assert "exactness: " in text
     assert "in force: prefix caching on, match unit 32" in text
     assert text.count("cached_tokens=") == 10 and "Mira" not in text
     assert process.returncode == 0, text

@@ -380,6 +380,6 @@ def test_rates_that_cannot_work(rate: float) -> None:
 
 
 def test_native_kernels_promise_bits() -> None:
-    assert logit_bound("native", "bfloat16") == logit_bound("native", "float32") == 0.0
-    assert logit_bound("reference", "float32") == LOGIT_BOUNDS["float32"] == 1e-3
-    assert logit_bound("mixed", "bfloat16") == LOGIT_BOUNDS["bfloat16"]
+    assert logit_bound(True, "bfloat16") == logit_bound(True, "float32") == 0.0
+    assert logit_bound(False, "float32") == LOGIT_BOUNDS["float32"] == 1e-3
+    assert logit_bound(False, "bfloat16") == LOGIT_BOUNDS["bfloat16"]

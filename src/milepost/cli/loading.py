@@ -42,6 +42,8 @@ def load(directory: Path | None, options: ServingOptions, console: Console) -> S
         highlight=False,
         soft_wrap=True,
     )
+    if model.exactness:
+        console.print(model.exactness, highlight=False, soft_wrap=True)
     return model
 
 

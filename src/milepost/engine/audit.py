@@ -89,9 +89,9 @@ class AuditCounts:
         )
 
 
-def logit_bound(implementation: str, dtype: str) -> float:
-    """Bound for kernels of one implementation ("native" promises bits) and a model's dtype."""
-    return 0.0 if implementation == "native" else LOGIT_BOUNDS[dtype]
+def logit_bound(is_exact: bool, dtype: str) -> float:
+    """Bound where the self-test found bits to be promised (`is_exact`), or not, for a model's dtype."""
+    return 0.0 if is_exact else LOGIT_BOUNDS[dtype]
 
 
 def largest_difference(left: bytes, right: bytes) -> float:

@@ -78,6 +78,7 @@ class ServingModel:
         vocab_size: token ids the model accepts are below it.
         description: None for a model that does not come from a directory (tests).
         audit: which hits are recomputed, and what counts as equal.
+        exactness: what the self-test found a hit to promise on this machine, as one line.
     """
 
     name: str
@@ -92,6 +93,7 @@ class ServingModel:
     seeds: SeedSource
     description: ModelDescription | None = None
     audit: AuditConfig = field(default_factory=AuditConfig)
+    exactness: str = ""
 
     def encode_prompt(self, text: str) -> array[int]:
         """Token ids of a raw text prompt."""
@@ -178,11 +180,13 @@ def load_serving_model(
 
     # torch is imported only now: everything above fails in a fraction of a second.
     from milepost.models.loading import load_model
+    from milepost.runner.selftest import self_test
     from milepost.runner.worker import TorchWorker
 
     model = load_model(path, dtype=options.dtype, progress=progress)
     worker = TorchWorker(model, geometry, options.cache_bytes)
-    audit = AuditConfig(options.audit_hits, logit_bound(model.kernels.implementation, model.dtype))
+    promise = self_test(model)
+    audit = AuditConfig(options.audit_hits, logit_bound(promise.exact, model.dtype))
     engine = Engine(scheduler, worker, tokenizer, audit=audit)
     return ServingModel(
         name=options.served_model_name or path.resolve().name,
@@ -197,6 +201,7 @@ def load_serving_model(
         seeds=SeedSource(options.seed),
         description=description,
         audit=audit,
+        exactness=promise.text,
     )
 
 
