@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -176,6 +177,28 @@ def test_results_of_one_name_share_memory_and_grow() -> None:
         assert same_bits(again, kept)
         assert ops.linear(small, named).data_ptr() == again.data_ptr()
         assert ops.linear(small, unnamed).data_ptr() != kept.data_ptr()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_callers_in_several_threads_do_not_disturb_each_other(threads: int) -> None:
+    """Buffers, scratch memory and the pool are per caller, or taken by one at a time."""
+    with using(ISAS[-1], threads) as ops:
+        weight = ops.pack_linear(randn(512, 256, dtype=torch.bfloat16), name="shared")
+        inputs = [randn(65, 256, seed=seed, dtype=torch.bfloat16) for seed in range(4)]
+        expected = [ops.linear(x, weight).clone() for x in inputs]
+        wrong: list[int] = []
+
+        def work(number: int) -> None:
+            for _ in range(60):
+                if not same_bits(ops.linear(inputs[number], weight), expected[number]):
+                    wrong.append(number)
+
+        workers = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        assert wrong == []
 
 
 @pytest.fixture
