@@ -401,6 +401,13 @@ def test_tool_arguments_reach_the_template_as_objects() -> None:
     assert TOKENIZER.decode(prompt.token_ids) == "Rome"
 
 
+def test_tool_arguments_nested_too_deep_to_parse_stay_text() -> None:
+    chat = renderer("{{ messages[0].tool_calls[0].function.arguments | length }}")
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
+    prompt = chat.render([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert TOKENIZER.decode(prompt.token_ids) == "100000"
+
+
 @given(st.lists(st.integers(0, 3), max_size=12), st.lists(st.integers(0, 3), max_size=12))
 def test_common_prefix(left: list[int], right: list[int]) -> None:
     length = common_prefix(array("I", left), array("I", right))

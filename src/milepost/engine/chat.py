@@ -171,7 +171,7 @@ def _parsed_arguments(arguments: str) -> Any:
     can write the model's own."""
     try:
         parsed = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
     return WrittenObject(parsed, arguments) if isinstance(parsed, dict) else arguments
 
