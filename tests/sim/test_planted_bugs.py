@@ -29,6 +29,7 @@ from milepost.sim.world import Checks, SimulationError
 
 NUM_STEPS = 2_000
 SEEDS = range(10)
+ACTION_WEIGHTS = {"step": 6.0, "add": 3.0, "reset": 0.02, "tick": 0.1, "abort": 0.8}
 EVERYTHING = Checks()
 WORKER_ALONE = Checks(audit=False, contents=False, bound=False)
 FINDINGS = (FingerprintError, SimulationError, ValueError)
@@ -57,9 +58,7 @@ def draw_run(rng: Random) -> SwarmConfig:
             decode_interval=2 * unit,
         ),
         SchedulerConfig(rng.choice((2 * unit + 1, 6 * unit)), 4, max_len),
-        actions={
-            name: {"step": 6.0, "add": 3.0, "reset": 0.02, "tick": 0.1, "abort": 0.8}.get(name, 0.3) for name in ACTIONS
-        },
+        actions={**dict.fromkeys(ACTIONS, 0.3), **ACTION_WEIGHTS},
         prompts=dict.fromkeys(PROMPTS, 1.0),
         fault_rates={"before": 0.02, "torn": 0.02, "unacknowledged": 0.02, "dropped": 0.02},
     )

@@ -8,12 +8,14 @@ numbers as the rows of this one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
 from milepost.kernels.index import AttentionIndex, RecurrentIndex
+from milepost.kernels.reference_experts import expert_sum
 from milepost.kernels.rowwise import on_full_vectors
 
 L2_NORM_EPS = 1e-6
@@ -198,30 +200,14 @@ def routed_experts(
 ) -> torch.Tensor:
     """Weighted sum of the chosen experts' SwiGLU outputs, fp32 [N, D].
 
-    Each expert sees the rows that chose it, in row order; a token's k contributions are added in
-    the order of its `expert_ids`, whoever else is in the step.
-
     Args:
         x: [N, D] in the model dtype.
-        expert_ids, weights: from `route`.
+        expert_ids, weights: from `route`; `expert_sum` has the order of rows and sums.
     """
-    num_rows, per_token = expert_ids.shape
-    outputs = x.new_empty(num_rows * per_token, x.shape[1])
-    flat = expert_ids.flatten()
-    order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=len(experts)).tolist()
-    first = 0
-    for expert, count in zip(experts, counts, strict=True):
-        if count == 0:
-            continue
-        places = order[first : first + count]
-        gate, up, down = expert
-        rows = x.index_select(0, places // per_token)
-        inner = (F.silu(F.linear(rows, gate).float()) * F.linear(rows, up).float()).to(x.dtype)
-        outputs.index_copy_(0, places, F.linear(inner, down))
-        first += count
-    parts = outputs.float().view(num_rows, per_token, -1)
-    total = parts[:, 0] * weights[:, 0:1]
-    for choice in range(1, per_token):
-        total = total.addcmul_(parts[:, choice], weights[:, choice : choice + 1])
-    return total
+    return expert_sum(x, expert_ids, weights, [functools.partial(_swiglu, expert) for expert in experts])
+
+
+def _swiglu(expert: ExpertWeights, rows: torch.Tensor) -> torch.Tensor:
+    gate, up, down = expert
+    inner = (F.silu(F.linear(rows, gate).float()) * F.linear(rows, up).float()).to(rows.dtype)
+    return F.linear(inner, down)
