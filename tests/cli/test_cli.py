@@ -124,6 +124,12 @@ def test_chat_survives_an_overlong_turn(run: Run, tiny: list[ServingOptions]) ->
     assert "2048 tokens" in err
 
 
+@pytest.mark.parametrize(("unit", "interval"), [(48, 288), (256, 256), (1000, 1000)])
+def test_any_match_unit_works_without_a_decode_interval(run: Run, unit: int, interval: int) -> None:
+    assert ServingOptions(match_unit=unit).cache_config().decode_interval == interval
+    assert run("info", "--prefix-match-unit", str(unit))[0] == 0
+
+
 # ---------------------------------------------------------------- errors
 
 
@@ -134,6 +140,8 @@ def test_chat_survives_an_overlong_turn(run: Run, tiny: list[ServingOptions]) ->
         (("info", "--cache-bytes", "10KiB"), "--cache-bytes: 10,240 bytes cannot hold one request"),
         (("info", "--cache-bytes", "1MiB", "--max-model-len", "30000"), "which needs"),
         (("info", "--max-model-len", "10000000"), "--max-model-len: 10000000 is more than"),
+        (("info", "--max-model-len", "0"), "--max-model-len: must be at least 2"),
+        (("serve", "--port", "0", "--max-model-len", "1"), "--max-model-len: must be at least 2"),
         (("info", "--dtype", "int3"), "--dtype: 'int3' is not supported"),
         (("info", "--prefix-match-unit", "0"), "--prefix-match-unit: must be at least 1"),
         (

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from milepost import __version__
 from milepost.cli import options as opt
-from milepost.config import DEFAULT_DECODE_INTERVAL, DEFAULT_MATCH_UNIT, SchedulerConfig
+from milepost.config import DEFAULT_MATCH_UNIT, SchedulerConfig
 from milepost.errors import ConfigError, MilepostError
 
 app = typer.Typer(
@@ -90,7 +90,7 @@ def serve(
     cache_bytes: opt.CacheBytes = opt.DEFAULT_CACHE_SIZE,
     prefix_match_unit: opt.MatchUnit = DEFAULT_MATCH_UNIT,
     prefix_cache_retention_interval: opt.RetentionInterval = None,
-    decode_interval: opt.DecodeInterval = DEFAULT_DECODE_INTERVAL,
+    decode_interval: opt.DecodeInterval = None,
     max_states_per_path: opt.MaxStatesPerPath = None,
     enable_prefix_caching: opt.PrefixCaching = True,
     max_num_batched_tokens: opt.MaxBatchedTokens = _DEFAULT_SCHEDULER.max_num_batched_tokens,

@@ -30,7 +30,12 @@ RetentionInterval = Annotated[
     ),
 ]
 DecodeInterval = Annotated[
-    int, typer.Option("--decode-interval", help="Tokens between checkpoints kept along an answer; 0 = none.")
+    int | None,
+    typer.Option(
+        "--decode-interval",
+        help="Tokens between checkpoints kept along an answer; 0 = none. "
+        f"Default: {DEFAULT_DECODE_INTERVAL}, rounded up to the match unit.",
+    ),
 ]
 MaxStatesPerPath = Annotated[
     int | None,
@@ -72,7 +77,7 @@ def serving_options(
     cache_bytes: str = DEFAULT_CACHE_SIZE,
     prefix_match_unit: int = DEFAULT_MATCH_UNIT,
     prefix_cache_retention_interval: int | None = None,
-    decode_interval: int = DEFAULT_DECODE_INTERVAL,
+    decode_interval: int | None = None,
     dtype: str = "auto",
     **others: Any,
 ) -> Any:

@@ -40,13 +40,14 @@ class ServingOptions:
     Attributes:
         max_model_len: None = what the model declares, or what the budget holds if that is less.
         seed: None = requests without a seed get a random one; else theirs are drawn from it.
+        decode_interval: None = the default, rounded up to the match unit.
     """
 
     cache_bytes: int = DEFAULT_CACHE_BYTES
     match_unit: int = DEFAULT_MATCH_UNIT
     enable_prefix_caching: bool = True
     checkpoint_interval: int | None = None
-    decode_interval: int = DEFAULT_DECODE_INTERVAL
+    decode_interval: int | None = None
     max_states_per_path: int | None = None
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
@@ -58,12 +59,16 @@ class ServingOptions:
 
     def cache_config(self) -> CacheConfig:
         """Raises: ConfigError: an option that cannot work, by its name."""
+        interval = self.decode_interval
+        if interval is None:
+            unit = max(1, self.match_unit)
+            interval = -(-DEFAULT_DECODE_INTERVAL // unit) * unit
         return CacheConfig(
             cache_bytes=self.cache_bytes,
             match_unit=self.match_unit,
             enable_prefix_caching=self.enable_prefix_caching,
             checkpoint_interval=self.checkpoint_interval,
-            decode_interval=self.decode_interval,
+            decode_interval=interval,
             max_states_per_path=self.max_states_per_path,
         )
 
@@ -121,9 +126,13 @@ def check_budget(
     """Longest request that is served, in tokens.
 
     Raises:
-        ConfigError: `wanted_max_len` is more than the model declares or the budget holds, or the budget
-            cannot hold any request.
+        ConfigError: `wanted_max_len` is more than the model declares or the budget holds, or less than
+            two tokens, or the budget cannot hold any request.
     """
+    if wanted_max_len is not None and wanted_max_len < 2:
+        raise ConfigError(
+            "max_model_len", f"must be at least 2, one prompt token and one generated, not {wanted_max_len}"
+        )
     fitting = geometry.max_tokens_for(cache.cache_bytes)
     if fitting < 2:
         needed = geometry.request_bytes(2)
