@@ -22,7 +22,7 @@ from pathlib import Path
 from random import Random
 
 from common import RESULTS, calibration_ms, console, median, print_machine, print_table, write_json
-from make_model import SIZES, make_model
+from make_model import SIZES, make_size
 from rich.progress import Progress
 
 from milepost.config import CacheConfig, SchedulerConfig
@@ -60,9 +60,9 @@ def upper_bound(values: Sequence[float], confidence: float = 0.95) -> float:
     ordered = sorted(values)
     below = 0.0
     for index, value in enumerate(ordered):
+        below += math.comb(len(ordered), index)
         if below / 2 ** len(ordered) >= confidence:
             return value
-        below += math.comb(len(ordered), index)
     raise ValueError(f"{len(ordered)} values cannot bound a median with confidence {confidence}")
 
 
@@ -132,7 +132,7 @@ def main() -> int:
         Progress(transient=True, console=console, disable=not console.is_terminal) as progress,
     ):
         for size in given.sizes:
-            directory = EMBEDDED if size == "embedded" else make_model(Path(scratch) / size, size)
+            directory = EMBEDDED if size == "embedded" else make_size(Path(scratch) / size, size)
             model = load_model(directory, dtype=given.dtype)
             times = measure(model, given.tokens, given.pairs, progress, size)
             exports = times.ratios("exports", "no checkpoint")

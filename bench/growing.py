@@ -20,7 +20,7 @@ from pathlib import Path
 from random import Random
 
 from common import RESULTS, calibration_ms, console, median, print_machine, print_table, write_json
-from make_model import SIZES, make_model
+from make_model import SIZES, make_size
 from rich.progress import Progress
 
 from milepost.config import CacheConfig, SchedulerConfig
@@ -158,6 +158,7 @@ def main() -> int:
     parser.add_argument("--size", choices=sorted(SIZES), default="100m")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--pairs", type=int, default=3, help="interleaved runs of the real model")
+    parser.add_argument("--rounds", type=int, help="only so many rounds of the real model")
     parser.add_argument("--skip-simulated", action="store_true")
     parser.add_argument("--skip-measured", action="store_true")
     parser.add_argument("--json", type=Path, default=RESULTS / "growing.json")
@@ -173,15 +174,16 @@ def main() -> int:
             )
             console.print(f"the pull request reports {PUBLISHED_TTFT_CHANGE:+.2%} mean time to first token")
         if not given.skip_measured:
-            shape = Shape(8, 3_000, 4_100, 50)
+            last = 4_100 if given.rounds is None else min(4_100, 3_000 + 50 * (given.rounds - 1))
+            shape = Shape(8, 3_000, last, 50)
             with tempfile.TemporaryDirectory() as scratch:
-                directory = given.model or make_model(Path(scratch) / "model", given.size, "bfloat16")
+                directory = given.model or make_size(Path(scratch) / "model", given.size)
                 fines, coarses = [], []
                 for _ in range(given.pairs):
                     fines.append(measured(directory, shape, 4, given.dtype, progress))
                     coarses.append(measured(directory, shape, 40, given.dtype, progress))
             results["measured"] = report(
-                f"random {given.size} model, {given.dtype}: 8 streams, 3k to 4.1k by 50, "
+                f"random {given.size} model, {given.dtype}: 8 streams, 3,000 to {last:,} by 50, "
                 f"{given.pairs} interleaved pairs",
                 fines,
                 coarses,

@@ -25,6 +25,14 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config
 ATTENTION_EVERY = 4
 HEAD_DIM = 128
 SHARD_BYTES = 1 << 30
+SIZES = {
+    "100m": ["--vocabulary", "8192"],
+    "5m": [
+        *("--layers", "4", "--hidden", "256", "--intermediate", "512"),
+        *("--attention-heads", "2", "--vocabulary", "2048"),
+    ],
+}
+"""Options of the sizes that other benchmarks ask for by name."""
 
 
 def config(options: argparse.Namespace) -> dict[str, Any]:
@@ -197,6 +205,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     return parser
+
+
+def make_size(directory: Path, size: str) -> Path:
+    """Writes a checkpoint of a named size; returns its directory."""
+    make(directory, parser().parse_args([str(directory), *SIZES[size]]))
+    return directory
 
 
 def main() -> int:

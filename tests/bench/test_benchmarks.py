@@ -154,3 +154,40 @@ def test_a_random_model_is_written_and_measured(tmp_path: Path) -> None:
     for row in rows.values():
         assert row["prefill_tokens_per_s"] > 0 and row["decode_8_ms"] > 0
     assert "floor of a decode step" in done.stdout
+
+
+def test_growing_streams_compute_less_with_a_finer_unit(tmp_path: Path) -> None:
+    document, _ = run_script(
+        "growing.py",
+        tmp_path / "result.json",
+        "--skip-simulated",
+        "--size",
+        "5m",
+        "--pairs",
+        "1",
+        "--rounds",
+        "3",
+    )
+    fine, coarse = document["results"]["runs"]
+    assert fine["num_prompt_tokens"] == coarse["num_prompt_tokens"]
+    streams, rounds = 8, 2
+    assert streams * rounds * 50 <= fine["num_computed_tokens"] <= streams * rounds * (50 + 4)
+    assert fine["num_computed_tokens"] < coarse["num_computed_tokens"] <= streams * rounds * (50 + 40)
+
+
+def test_exports_in_a_prefill_are_counted(tmp_path: Path) -> None:
+    document, done = run_script(
+        "checkpoints.py", tmp_path / "result.json", "--sizes", "embedded", "--tokens", "600", "--pairs", "5"
+    )
+    assert {len(times) for times in document["results"]["embedded"].values()} == {5}
+    assert "exports / none" in done.stdout
+
+
+def test_bound_of_a_median(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    checkpoints = importlib.import_module("checkpoints")
+    # P(at most 7 of 9 lie below the median) = 502 / 512, P(at most 6) = 466 / 512.
+    assert checkpoints.upper_bound([float(n) for n in range(9)]) == 7.0
+    assert checkpoints.upper_bound([3.0, 1.0, 2.0, 5.0, 4.0]) == 5.0
+    with pytest.raises(ValueError, match="cannot bound"):
+        checkpoints.upper_bound([1.0, 2.0, 3.0])
