@@ -152,8 +152,14 @@ def test_any_match_unit_works_without_a_decode_interval(run: Run, unit: int, int
         (("serve", "--port", "0", "--audit-hits", "1.5"), "--audit-hits: must be a share of hits between"),
         (("serve", "--port", "0", "--max-states-per-path", "0"), "--max-states-per-path: must be at least"),
         (("serve", "/no/such/model", "--port", "0"), "/no/such/model"),
-        (("serve", "--host", "999.1.1.1"), "--port: cannot listen on 999.1.1.1:8000"),
+        (("serve", "--host", "999.1.1.1"), "--host: cannot listen on 999.1.1.1:8000"),
         (("complete", "x", "--cache-bytes", "10KiB"), "cannot hold one request"),
+        (("complete", "x", "--max-tokens", "0"), "--max-tokens: must be at least 1, not 0"),
+        (("complete", "x", "--temperature", "-1"), "--temperature: must be at least 0, not -1"),
+        (("complete", "x", "--temperature", "inf"), "--temperature: must be a finite number, not inf"),
+        (("complete", "x", "--stop", ""), "--stop: must not hold an empty string"),
+        (("chat", "--max-tokens", "0"), "--max-tokens: must be at least 1, not 0"),
+        (("chat", "--temperature", "nan"), "--temperature: must be a finite number, not nan"),
     ],
 )
 def test_errors_are_one_line_that_names_the_flag(run: Run, arguments: tuple[str, ...], text: str) -> None:

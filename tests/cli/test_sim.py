@@ -69,6 +69,8 @@ def test_a_swarm_finding_says_how_to_repeat_it(monkeypatch: pytest.MonkeyPatch) 
         (("--workload", "chats"), "workload: unknown workload 'chats'"),
         (("--policies", "fifo"), "policies: unknown policy 'fifo'"),
         (("--budgets", "lots"), "budgets: 'lots' is not a size"),
+        (("--json", "/no/such/folder/x.json"), "json: cannot write /no/such/folder/x.json"),
+        (("--plot", "/no/such/folder/x.svg"), "plot: cannot write /no/such/folder/x.svg"),
         (("--trace", "/no/such/trace"), "trace: cannot read /no/such/trace"),
         (("--budgets", "1MiB", "--policies", "milepost", "--trace", TRACE, "--limit", "1"), "cache_bytes"),
     ],

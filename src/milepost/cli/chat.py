@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from milepost.cli.loading import load, started
+from milepost.cli.options import check_answer_options
 from milepost.errors import MilepostError
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def chat_with_model(
     max_tokens: int,
 ) -> None:
     """Read turns from standard input until it ends."""
+    check_answer_options(max_tokens, temperature)
     console = Console(stderr=True)
     model = load(directory, options, console)
     conversation = _Terminal(model, console, system, temperature, max_tokens)

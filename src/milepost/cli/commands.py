@@ -12,7 +12,7 @@ from rich.console import Console
 from milepost import __version__
 from milepost.cli import options as opt
 from milepost.config import DEFAULT_MATCH_UNIT, SchedulerConfig
-from milepost.errors import ConfigError, MilepostError
+from milepost.errors import ConfigError, MilepostError, RequestError
 
 app = typer.Typer(
     name="milepost",
@@ -38,6 +38,9 @@ def run() -> None:
     except ConfigError as error:
         flag = error.field.replace("_", "-")
         _fail(str(error).replace(error.field, f"--{flag}", 1) if _is_flag(error.field) else str(error))
+    except RequestError as error:
+        param = error.param or ""
+        _fail(f"--{param.replace('_', '-')}: {error}" if _is_flag(param) else str(error))
     except MilepostError as error:
         _fail(str(error))
     except ModuleNotFoundError as error:
@@ -57,6 +60,7 @@ def _is_flag(field: str) -> bool:
         "cache_bytes", "prefix_match_unit", "prefix_cache_retention_interval", "decode_interval",
         "max_states_per_path", "audit_hits", "max_model_len", "max_num_batched_tokens", "max_num_seqs",
         "dtype", "seed", "host", "port", "trace", "workload", "geometry", "budgets", "policies",
+        "json", "plot", "max_tokens", "temperature", "stop",
     }  # fmt: skip
     return field in flags
 

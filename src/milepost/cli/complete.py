@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from milepost.cli.loading import load, started
+from milepost.cli.options import check_answer_options
 
 if TYPE_CHECKING:
     from milepost.engine.serving import ServingOptions
@@ -36,6 +37,7 @@ def complete_text(
         sampling_params,
     )
 
+    check_answer_options(max_tokens, temperature, stop)
     text = sys.stdin.read() if prompt == "-" else prompt
     model = load(directory, options, Console(stderr=True))
     with started(model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,6 +10,7 @@ import typer
 
 from milepost.cli.sizes import parse_size
 from milepost.config import DEFAULT_DECODE_INTERVAL, DEFAULT_MATCH_UNIT
+from milepost.errors import RequestError
 
 Model = Annotated[
     Path | None,
@@ -96,3 +98,17 @@ def serving_options(
         dtype=None if dtype == "auto" else dtype,
         **others,
     )
+
+
+def check_answer_options(max_tokens: int, temperature: float, stop: Sequence[str] = ()) -> None:
+    """What can be said about them without a model.
+
+    Raises:
+        RequestError: a value that cannot work, by its name.
+    """
+    from milepost.engine.params import SamplingOptions, checked_stop, sampling_params
+
+    if max_tokens < 1:
+        raise RequestError("max_tokens", f"must be at least 1, not {max_tokens}")
+    sampling_params(SamplingOptions(temperature=temperature), seed=0, eos_token_ids=(), vocab_size=1)
+    checked_stop(list(stop))

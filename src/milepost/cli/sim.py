@@ -77,6 +77,9 @@ def run_replays(options: SimOptions, console: Console, status: Console) -> None:
     unknown = [name for name in options.policies if name not in POLICIES]
     if unknown:
         raise ConfigError("policies", f"unknown policy {unknown[0]!r}; known are {', '.join(POLICIES)}")
+    for field, path in (("json", options.json_path), ("plot", options.plot_path)):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(field, f"cannot write {path}: {path.parent} is no directory")
     shape = named_shape(options.geometry)
     is_trace = options.trace is not None
     unit = options.match_unit or (TRACE_BLOCK_TOKENS if is_trace else WORKLOAD_MATCH_UNIT)

@@ -186,7 +186,9 @@ def checked_choices(n: int | None, num_prompts: int = 1) -> int:
 def _number(param: str, value: float | None, default: float, low: float, high: float) -> float:
     if value is None:
         return default
-    if not math.isfinite(value) or not low <= value <= high:
+    if not math.isfinite(value):
+        raise RequestError(param, f"must be a finite number, not {value}")
+    if not low <= value <= high:
         bounds = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
         raise RequestError(param, f"must be {bounds}, not {value}")
     return float(value)

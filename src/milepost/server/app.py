@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -66,7 +67,9 @@ def bind(host: str = DEFAULT_HOST, port: int = DEFAULT_PORT) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise ConfigError("port", f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+        is_address = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        field = "host" if is_address else "port"
+        raise ConfigError(field, f"cannot listen on {host}:{port}: {error.strerror or error}") from None
     return listener
 
 
