@@ -9,6 +9,8 @@ import openai
 import pytest
 from tests.server.serving import MAX_MODEL_LEN, Running, running_server
 
+from milepost.server import schema
+
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -110,6 +112,7 @@ BAD_CHATS = [
         "string",
     ),
     ({"messages": HELLO, "tools": [{"type": "custom"}]}, "tools[0].type", "function"),
+    ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools[0].function", "missing"),
     ({"messages": HELLO, "tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", ""),
     ({"messages": HELLO, "tool_choice": "required"}, "tool_choice", "not supported"),
     ({"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format", "not supported"),
@@ -188,6 +191,19 @@ def test_unknown_routes_and_methods(server: Running) -> None:
 def test_harmless_and_unknown_fields_are_accepted(server: Running) -> None:
     extra = {"user": "u", "metadata": {}, "store": False, "suffix": None, "response_format": {"type": "text"}}
     body = {"messages": HELLO, "max_tokens": 2, **extra, "no_such_field": 1, "tool_choice": "auto"}
+    assert server.post(CHAT, body).status_code == 200
+
+
+def test_names_of_unknown_fields_are_not_collected_without_bound(server: Running) -> None:
+    for number in range(0, 2000, 100):
+        extra = {f"unknown_{number + index}_{'x' * 100}": 1 for index in range(100)}
+        assert server.post(CHAT, {"messages": HELLO, "max_tokens": 1, **extra}).status_code == 200
+    assert len(schema._warned) <= schema.MAX_WARNED_FIELDS
+    assert max(map(len, schema._warned)) <= 64
+
+
+def test_a_template_argument_may_have_any_name(server: Running) -> None:
+    body = {"messages": HELLO, "max_tokens": 1, "chat_template_kwargs": {"self": 1}}
     assert server.post(CHAT, body).status_code == 200
 
 

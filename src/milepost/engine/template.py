@@ -106,7 +106,7 @@ class ChatTemplate:
         """
         try:
             return self._template.render(
-                **{
+                {
                     **self._named_tokens,
                     **variables,
                     "messages": messages,

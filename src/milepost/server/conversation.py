@@ -96,8 +96,11 @@ def checked_tools(tools: list[dict[str, Any]] | None, found: MarkerList) -> list
     checked = []
     for index, tool in enumerate(tools or ()):
         function = tool.get("function")
-        if tool.get("type") != "function" or not isinstance(function, dict):
+        if tool.get("type") != "function":
             raise RequestError(f"tools[{index}].type", "only tools of type `function` are supported")
+        if not isinstance(function, dict):
+            what = "is missing" if function is None else "must be an object"
+            raise RequestError(f"tools[{index}].function", what)
         if not isinstance(function.get("name"), str) or not function["name"]:
             raise RequestError(f"tools[{index}].function.name", "must be a non-empty string")
         shown = {key: value for key, value in tool.items() if key != "cache_control"}

@@ -60,6 +60,8 @@ MAX_CACHE_SALT_CHARS = 128
 MAX_CACHE_KEY_CHARS = 512
 MAX_CACHE_PRIORITY = 4
 """A step doubles what a checkpoint is worth, so this is a factor of 16 either way."""
+MAX_WARNED_FIELDS = 256
+"""Unknown names that are remembered, so that each is logged once; clients choose them, so not more."""
 _warned: set[str] = set()
 
 
@@ -115,8 +117,8 @@ class Body(BaseModel):
                     raise RequestError(
                         name, f"`{name}` is not supported by this server", code="unsupported_field"
                     )
-            elif name not in _warned:
-                _warned.add(name)
+            elif len(_warned) < MAX_WARNED_FIELDS and name[:64] not in _warned:
+                _warned.add(name[:64])
                 log.warning("request field %r is unknown and ignored", name[:64])
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options", "is only allowed together with `stream: true`")
