@@ -158,6 +158,7 @@ def main() -> int:
     parser.add_argument("--size", choices=sorted(SIZES), default="100m")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--pairs", type=int, default=3, help="interleaved runs of the real model")
+    parser.add_argument("--units", type=int, nargs=2, default=[4, 40], help="of the real model")
     parser.add_argument("--rounds", type=int, help="only so many rounds of the real model")
     parser.add_argument("--skip-simulated", action="store_true")
     parser.add_argument("--skip-measured", action="store_true")
@@ -180,8 +181,8 @@ def main() -> int:
                 directory = given.model or make_size(Path(scratch) / "model", given.size)
                 fines, coarses = [], []
                 for _ in range(given.pairs):
-                    fines.append(measured(directory, shape, 4, given.dtype, progress))
-                    coarses.append(measured(directory, shape, 40, given.dtype, progress))
+                    fines.append(measured(directory, shape, given.units[0], given.dtype, progress))
+                    coarses.append(measured(directory, shape, given.units[1], given.dtype, progress))
             results["measured"] = report(
                 f"random {given.size} model, {given.dtype}: 8 streams, 3,000 to {last:,} by 50, "
                 f"{given.pairs} interleaved pairs",
