@@ -365,6 +365,20 @@ def test_no_messages_no_template_broken_template() -> None:
         renderer("{% if %}")
 
 
+def test_unreadable_templates_name_their_file(tmp_path) -> None:
+    for declared in ([{"x": 1}], ["x"], [{"name": "default", "template": 5}], {"default": "x"}, 7):
+        with pytest.raises(CheckpointFileError, match=r"tokenizer_config\.json: chat_template"):
+            ChatTemplates.from_directory(tmp_path, {"chat_template": declared}, {})
+    with pytest.raises(CheckpointFileError, match=r"tokenizer_config\.json: chat template, line 1"):
+        ChatTemplates.from_directory(tmp_path, {"chat_template": "{% if %}"}, {})
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointFileError, match=r"chat_template\.jinja: not readable as UTF-8"):
+        ChatTemplates.from_directory(tmp_path, {}, {})
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(CheckpointFileError, match=r"chat_template\.jinja: chat template, line 1"):
+        ChatTemplates.from_directory(tmp_path, {}, {})
+
+
 def test_where_templates_come_from(tmp_path) -> None:
     named = {"default": "D", "tool_use": "T"}
     settings = {"chat_template": [{"name": key, "template": value} for key, value in named.items()]}

@@ -116,6 +116,14 @@ def test_a_broken_tokenizer_file_is_a_clear_error(tmp_path, content: str) -> Non
         Tokenizer.from_directory(tmp_path)
 
 
+@pytest.mark.parametrize("value", ["x", [2, "x"], 2.5, True, -1])
+def test_an_eos_token_id_that_is_none_is_a_clear_error(tmp_path, value) -> None:
+    write_model_directory(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(CheckpointFileError, match=r"generation_config\.json: eos_token_id"):
+        Tokenizer.from_directory(tmp_path)
+
+
 def test_other_kinds_of_tokenizers_are_refused_by_name() -> None:
     changed = spec()
     changed["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}

@@ -140,16 +140,24 @@ class ChatTemplates:
         cls, directory: Path, settings: Mapping[str, Any], named: Mapping[str, str]
     ) -> ChatTemplates:
         """chat_template.jinja if there is one, else `chat_template` of tokenizer_config.json
-        (a string, or a list of named templates). A model without one cannot chat, only complete."""
+        (a string, or a list of named templates). A model without one cannot chat, only complete.
+
+        Raises:
+            CheckpointFileError: names the file that holds none.
+        """
         path = directory / "chat_template.jinja"
         if path.is_file():
-            return cls({"default": path.read_text(encoding="utf-8")}, named)
-        declared = settings.get("chat_template")
-        if isinstance(declared, str):
-            return cls({"default": declared}, named)
-        if isinstance(declared, list):
-            return cls({entry["name"]: entry["template"] for entry in declared}, named)
-        return cls({}, named)
+            try:
+                sources = {"default": path.read_text(encoding="utf-8")}
+            except (OSError, UnicodeDecodeError) as error:
+                raise CheckpointFileError(f"{path}: not readable as UTF-8 text: {error}") from None
+        else:
+            path = directory / "tokenizer_config.json"
+            sources = _declared_sources(path, settings.get("chat_template"))
+        try:
+            return cls(sources, named)
+        except CheckpointFileError as error:
+            raise CheckpointFileError(f"{path}: {error}") from None
 
     def __bool__(self) -> bool:
         return bool(self._templates)
@@ -169,3 +177,17 @@ class ChatTemplates:
             "this model has no chat template; use /v1/completions, or add chat_template.jinja to the model",
             code="no_chat_template",
         )
+
+
+def _declared_sources(path: Path, declared: Any) -> dict[str, str]:
+    entries = [{"name": "default", "template": declared}] if isinstance(declared, str) else declared or []
+    if not isinstance(entries, list) or not all(
+        isinstance(entry, dict)
+        and isinstance(entry.get("name"), str)
+        and isinstance(entry.get("template"), str)
+        for entry in entries
+    ):
+        raise CheckpointFileError(
+            f"{path}: chat_template must be a text, or a list of objects with the texts `name` and `template`"
+        )
+    return {entry["name"]: entry["template"] for entry in entries}

@@ -324,7 +324,11 @@ def _eos_ids_of_configs(directory: Path) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         path = directory / name
         value = read_json(path).get("eos_token_id") if path.is_file() else None
-        ids = [value] if isinstance(value, int) else value
-        if isinstance(ids, list) and ids and all(isinstance(item, int) for item in ids):
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(item) is int and item >= 0 for item in ids):
+            raise CheckpointFileError(
+                f"{path}: eos_token_id must be a token id or a list of them, not {value!r}"
+            )
+        if ids:
             return ids
     return []
