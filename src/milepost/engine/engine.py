@@ -180,6 +180,10 @@ class Engine:
         """Undo `add_flush`."""
         self._flushes = [known for known in self._flushes if known != flush]
 
+    def end_requests(self) -> None:
+        """Fail every request in progress, because the server is about to stop."""
+        self._post(self._end_requests)
+
     def close(self, timeout: float = 30.0) -> None:
         """Abort what runs, stop the thread, close the worker."""
         with self._wake:
@@ -391,6 +395,13 @@ class Engine:
     def _turn_red(self, failure: str) -> None:
         with self._wake:
             self.failure = failure
+
+    def _end_requests(self) -> None:
+        for request_id, answer in list(self._answers.items()):
+            self._scheduler.abort(request_id)
+            self._drop(answer, EngineStopped("the server is shutting down"), "abort")
+        self._needs_flush_step = True
+        self._flush()
 
     def _end_all(self, error: EngineError, finish_reason: str) -> None:
         """Nothing may wait for an engine that is gone."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import math
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -24,6 +25,9 @@ from milepost.server.metrics import ServerMetrics
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
+GRACE_SECONDS = 3.0
+ENDING_SECONDS = 3
+"""For requests that were ended to send their last event."""
 
 
 def build_app(model: ServingModel) -> FastAPI:
@@ -78,6 +82,7 @@ class Server(uvicorn.Server):
 
     Args:
         on_listening: called with the base URL once requests are answered.
+        grace_seconds: how long open requests may go on after a signal; then they end with an error.
     """
 
     def __init__(
@@ -85,19 +90,33 @@ class Server(uvicorn.Server):
         model: ServingModel,
         listener: socket.socket,
         on_listening: Callable[[str], None] | None = None,
+        grace_seconds: float = GRACE_SECONDS,
     ) -> None:
         config = uvicorn.Config(
-            build_app(model), log_level="warning", access_log=False, timeout_graceful_shutdown=5
+            build_app(model),
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=math.ceil(grace_seconds) + ENDING_SECONDS,
         )
         super().__init__(config)
+        self._engine = model.engine
+        self._grace_seconds = grace_seconds
         self._listener = listener
         self._on_listening = on_listening
 
     def serve_until_stopped(self) -> None:
-        """Until a signal arrives or `should_exit` is set; open requests get five seconds."""
+        """Until a signal arrives or `should_exit` is set; then open requests get `grace_seconds`."""
         # uvicorn hands the interrupt on once everything is shut down: it was the wish to stop.
         with contextlib.suppress(KeyboardInterrupt):
             self.run(sockets=[self._listener])
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        ending = loop.call_later(self._grace_seconds, self._engine.end_requests)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
