@@ -37,7 +37,10 @@ TRACE_NOTE = (
     f"blocks of {TRACE_BLOCK_TOKENS} tokens are all a trace knows; what lies inside them, and every answer, "
     "is made up"
 )
-STATELESS_NOTE = "lru and optimal keep KV blocks only: states cost them nothing, which no engine can have"
+STATELESS_NOTE = (
+    "lru and optimal keep KV blocks only: states cost them nothing, which no engine can have. They reuse "
+    "and count prompts alone; milepost also counts the answers it computes, and the next turn reuses them"
+)
 ALIGN_NOTE = "align: upstream's rules as modelled in milepost.sim.policies; a state costs it one block"
 CLAIRVOYANT_NOTE = (
     "clairvoyant: knows the future, pays for its states, is made for the second half only; "
