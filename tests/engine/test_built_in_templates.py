@@ -128,6 +128,23 @@ def test_kimi_k3_types_and_odd_arguments(models: Any) -> None:
         assert part in text, (part, text)
 
 
+def test_an_answer_that_only_mentions_the_end_mark_is_not_taken_for_a_raw_one(models: Any) -> None:
+    mark = "<|close|>message<|sep|>"
+    for message in (
+        {"content": f"I saw {mark} there", "reasoning_content": "hm"},
+        {"content": f"I saw {mark}", "reasoning_content": "hm"},
+    ):
+        text = text_of(
+            models["kimi_k3"], [USER, {"role": "assistant", **message}], add_generation_prompt=False
+        )
+        assert text.endswith(
+            "<|open|>think<|sep|>hm<|close|>think<|sep|><|open|>response<|sep|>"
+            f"{message['content']}<|close|>response<|sep|>{mark}<|end_of_msg|>"
+        )
+    plain = [USER, {"role": "assistant", "content": f"I saw {mark} there"}]
+    assert f"<|open|>response<|sep|>I saw {mark} there<|close|>response" in text_of(models["kimi_k3"], plain)
+
+
 def test_a_tool_result_that_nobody_asked_for_needs_a_name(models: Any) -> None:
     with pytest.raises(RequestError, match="tool_call_id"):
         models["kimi_k3"][1].render([USER, {"role": "tool", "content": "x"}])

@@ -38,6 +38,12 @@ BAD_CONFIGS: list[tuple[str, str, dict[str, Any]]] = [
     ("text_config.activation_situ_beta", "positive", k3(activation_situ_beta=0)),
     ("text_config.attn_res_block_size", "at least 1", k3(attn_res_block_size=0)),
     ("text_config.mla_use_nope", "rotary", k3(mla_use_nope=False)),
+    ("text_config.topk_method", "correction bias", k3(topk_method="greedy")),
+    (
+        "text_config.linear_attn_config.allow_neg_eigval",
+        "not doubled",
+        k3(linear_attn_config={"allow_neg_eigval": True}),
+    ),
     ("text_config.routed_expert_hidden_size", "whole number", k3(routed_expert_hidden_size="32")),
     (
         "text_config.linear_attn_config.gate_lower_bound",

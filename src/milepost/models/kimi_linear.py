@@ -68,6 +68,7 @@ def refuse_unknown_routing(config: ConfigReader) -> None:
     config.must_equal("moe_router_activation_func", "sigmoid", "the router scores are sigmoids")
     config.must_equal("num_expert_group", 1, "group-limited routing is not implemented")
     config.must_equal("topk_group", 1, "group-limited routing is not implemented")
+    config.must_equal("topk_method", "noaux_tc", "experts are chosen by score plus correction bias")
     config.must_equal("attention_bias", False, "the published projections have no bias")
 
 
@@ -124,6 +125,7 @@ def _layer_mlps(config: ConfigReader, num_layers: int, moe: MoeSpec | None) -> l
 def read_kda(config: ConfigReader) -> KdaSpec:
     """Sizes and gates of the linear-attention layers."""
     section = config.section("linear_attn_config")
+    section.must_equal("allow_neg_eigval", False, "the update rate is a sigmoid, not doubled")
     bound = section.number("gate_lower_bound") if section.has("gate_lower_bound") else None
     if bound is not None and not -5.0 <= bound < 0.0:
         raise ConfigError(section.field("gate_lower_bound"), f"must lie in [-5, 0), not {bound}")
