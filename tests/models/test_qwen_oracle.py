@@ -112,7 +112,7 @@ def test_positions_far_out_are_those_of_the_oracle() -> None:
     assert torch.equal(ours[:, 64:], torch.ones(len(positions), 192))
 
 
-@pytest.mark.parametrize("config", [dense_config, next_config], ids=["dense", "next"])
+@pytest.mark.parametrize("config", [dense_config, next_config, moe_config], ids=["dense", "next", "moe"])
 def test_bf16_is_as_close_as_the_oracle_in_bf16(config: Any, tmp_path: Path, record_property: Any) -> None:
     values = config(dtype="bfloat16")
     directory = write_checkpoint(tmp_path / "bf16", values, tensors=random_tensors(values, seed=3))
