@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from milepost.core.plan import SampledToken
 from milepost.engine.markers import MarkerList
@@ -24,7 +24,7 @@ from milepost.server.conversation import checked_messages, checked_tools
 from milepost.server.docs import json_body
 from milepost.server.generation import Choice, Generation, Prompt, Service, begin, check_model
 from milepost.server.schema import ChatBody, parse_body
-from milepost.server.streams import EventStream, all_accepted, cancel_all, merged, while_connected
+from milepost.server.streams import merged, respond
 
 router = APIRouter()
 
@@ -47,11 +47,7 @@ async def chat_completions(request: Request) -> Response:
         service, request, body, [prompt], num_logprobs=num_logprobs, limit=limit, label=completion_id
     )
     answer = _ChatCompletion(service.model, body, generation, completion_id)
-    await all_accepted(generation.streams)
-    if body.stream:
-        return EventStream(answer.events(), lambda: cancel_all(generation.streams))
-    result = await while_connected(request, answer.whole())
-    return result if isinstance(result, Response) else JSONResponse(result)
+    return await respond(request, generation.streams, answer, is_stream=bool(body.stream))
 
 
 def _num_logprobs(body: ChatBody) -> int | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from milepost.core.plan import SampledToken
 from milepost.engine.markers import DEFAULT_TTL, SECONDS_BY_TTL, checked_breakpoints
@@ -23,7 +23,7 @@ from milepost.errors import RequestError
 from milepost.server.docs import json_body
 from milepost.server.generation import Choice, Generation, Prompt, Service, begin, check_model
 from milepost.server.schema import CompletionBody, parse_body
-from milepost.server.streams import EventStream, all_accepted, cancel_all, merged, while_connected
+from milepost.server.streams import merged, respond
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 1024
@@ -51,11 +51,7 @@ async def completions(request: Request) -> Response:
         service, request, body, prompts, num_logprobs=body.logprobs, limit=limit, label=completion_id
     )
     answer = _Completion(service.model, body, generation, completion_id)
-    await all_accepted(generation.streams)
-    if body.stream:
-        return EventStream(answer.events(), lambda: cancel_all(generation.streams))
-    result = await while_connected(request, answer.whole())
-    return result if isinstance(result, Response) else JSONResponse(result)
+    return await respond(request, generation.streams, answer, is_stream=bool(body.stream))
 
 
 def prompt_token_ids(model: ServingModel, body: CompletionBody) -> list[array[int]]:

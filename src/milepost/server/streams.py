@@ -7,10 +7,10 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from milepost.engine.aio import AnswerStream
@@ -39,6 +39,29 @@ def cancel_all(streams: Sequence[AnswerStream]) -> None:
     """Abort what has not ended."""
     for stream in streams:
         stream.cancel()
+
+
+class Reply(Protocol):
+    """An answer in both of its forms; only one of them is asked for."""
+
+    def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """As a stream of JSON objects."""
+        ...
+
+    async def whole(self) -> dict[str, Any]:
+        """As one JSON object, when everything is there."""
+        ...
+
+
+async def respond(
+    request: Request, streams: Sequence[AnswerStream], reply: Reply, *, is_stream: bool
+) -> Response:
+    """The HTTP response to a request that was handed to the engine, once it is accepted."""
+    await all_accepted(streams)
+    if is_stream:
+        return EventStream(reply.events(), lambda: cancel_all(streams))
+    result = await while_connected(request, reply.whole())
+    return result if isinstance(result, Response) else JSONResponse(result)
 
 
 async def merged(streams: Sequence[AnswerStream]) -> AsyncGenerator[tuple[int, OutputDelta], None]:
