@@ -38,5 +38,9 @@ class WorkerError(MilepostError):
     """The worker failed to execute a plan; the requests in the plan did not advance."""
 
 
+class StoreError(MilepostError):
+    """A store that cannot be used (a wrong address or option), or a call to it that failed."""
+
+
 class InvariantError(MilepostError):
     """The core found its own state inconsistent. Always a bug in Milepost, never a user's fault."""
