@@ -115,7 +115,7 @@ def test_the_queue_is_ordered_by_priority_then_arrival_however_it_was_filled() -
     rng = random.Random(5)
     requests = [numbered_request(number, rng.randrange(-1, 3)) for number in range(40)]
     expected = sorted(requests, key=lambda r: (r.priority, r.arrival))
-    assert [order_key(r) for r in expected] == [(r.priority, r.arrival) for r in expected]
+    assert [order_key(r) for r in expected] == [(r.priority, 0, r.arrival) for r in expected]
     for _ in range(5):
         rng.shuffle(requests)
         queue = RequestQueue()

@@ -1,4 +1,7 @@
-"""Who waits and in which order: priority first (lower is sooner), then arrival. Deterministic."""
+"""Who waits and in which order: priority first (lower is sooner), then the owner's turn, then arrival.
+
+With one owner turns never fall, so the order is that of arrival. Deterministic.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,60 @@ def is_background(request: Request) -> bool:
     return request.priority >= BACKGROUND_PRIORITY
 
 
-def order_key(request: Request) -> tuple[int, int]:
+def order_key(request: Request) -> tuple[int, int, int]:
     """Sort key of waiting and running requests."""
-    return (request.priority, request.arrival)
+    return (request.priority, request.turn, request.arrival)
+
+
+class FairShare:
+    """Turns that give every owner (an API key) the same share of the tokens computed while they compete.
+
+    Self-clocked fair queueing, in its start-time form (Goyal, Vin and Cheng, 1996): a request's turn is
+    the later of the clock and the end of its owner's previous request; the clock is the turn served
+    last. Its length is its prompt when it arrives, and what it really cost when it ends. Between two
+    owners that always have requests waiting, the tokens served differ by at most their largest requests.
+    """
+
+    __slots__ = ("_clock", "_ends")
+
+    def __init__(self) -> None:
+        self._clock = 0
+        self._ends: dict[str, int] = {}
+
+    def arrive(self, request: Request) -> None:
+        """Give a new request its turn."""
+        request.turn = max(self._clock, self._ends.get(request.owner, 0))
+        if not is_background(request):
+            self._ends[request.owner] = request.turn + request.num_prompt_tokens
+
+    def serve(self, request: Request) -> None:
+        """Its first chunk is planned."""
+        if not is_background(request):
+            self._clock = max(self._clock, request.turn)
+
+    def end(self, request: Request) -> None:
+        """Charge what it cost: cached tokens cost nothing, generated ones as much as others."""
+        if is_background(request):
+            return
+        cost = 0
+        if request.reuse is not None:
+            cost = request.num_tokens - request.reuse.num_cached_tokens
+        end = self._ends.get(request.owner, 0) + cost - request.num_prompt_tokens
+        if end > self._clock:
+            self._ends[request.owner] = end
+        else:
+            self._ends.pop(request.owner, None)
 
 
 class RequestQueue:
-    """Requests in `order_key` order. A preempted request keeps its arrival and so its place."""
+    """Requests that wait, in `order_key` order. A preempted request keeps its turn and so its place."""
 
-    __slots__ = ("_requests",)
+    __slots__ = ("_num_arrived", "_requests", "_shares")
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
+        self._shares = FairShare()
+        self._num_arrived = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -35,8 +80,23 @@ class RequestQueue:
     def __iter__(self) -> Iterator[Request]:
         return iter(tuple(self._requests))
 
+    def arrive(self, request: Request) -> None:
+        """Once per request, before it is pushed: its place among all others."""
+        request.arrival = self._num_arrived
+        self._num_arrived += 1
+        self._shares.arrive(request)
+
     def push(self, request: Request) -> None:
         insort(self._requests, request, key=order_key)
 
+    def admit(self, request: Request) -> None:
+        """It leaves the queue because it runs."""
+        self.remove(request)
+        self._shares.serve(request)
+
     def remove(self, request: Request) -> None:
         self._requests.remove(request)
+
+    def settle(self, request: Request) -> None:
+        """It has ended, wherever it was."""
+        self._shares.end(request)

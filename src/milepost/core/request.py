@@ -96,6 +96,7 @@ class Request:
         retention_priority: its checkpoints count 2**priority times as much when room is made.
         pin_seconds: its `marker` checkpoints are given up last for so long.
         priority: lower runs first; from `queues.BACKGROUND_PRIORITY` on only when nothing else does.
+        owner: owners that compete get equal shares (`queues.FairShare`); never enters a hash.
 
     Raises:
         RequestError: empty prompt, token id out of the uint32 range, bad `max_tokens`, or a
@@ -105,9 +106,9 @@ class Request:
     __slots__ = (
         "arrival", "captures_logits", "chain", "conversation", "domain", "finish_reason", "is_counted",
         "lease", "max_tokens", "media", "num_preemptions", "num_processed", "num_prompt_tokens",
-        "pending_abort", "pin_seconds", "prefill_end", "priority", "request_id", "retention_priority",
-        "reuse", "reuse_reported", "sampling", "status", "stop_ids", "tokens", "uses_cache", "wanted",
-        "wanted_by_caller",
+        "owner", "pending_abort", "pin_seconds", "prefill_end", "priority", "request_id",
+        "retention_priority", "reuse", "reuse_reported", "sampling", "status", "stop_ids", "tokens", "turn",
+        "uses_cache", "wanted", "wanted_by_caller",
     )  # fmt: skip
 
     def __init__(
@@ -127,6 +128,7 @@ class Request:
         captures_logits: bool = False,
         retention_priority: int = 0,
         pin_seconds: float = 0.0,
+        owner: str = "",
     ) -> None:
         try:
             self.tokens = array("I", prompt_tokens)
@@ -152,7 +154,9 @@ class Request:
         self.wanted_by_caller = self._checked_wanted(wanted)
         self.stop_ids = frozenset(sampling.stop_token_ids)
         self.status = RequestStatus.WAITING
+        self.owner = owner
         self.arrival = 0
+        self.turn = 0
         self.chain: KeyChain | None = None
         self.lease: Lease | None = None
         self.num_processed = 0

@@ -75,7 +75,6 @@ class Scheduler:
         interval = cache.checkpoint_interval
         self._spacing = geometry.default_checkpoint_interval() if interval is None else interval
         self._is_caching = cache.enable_prefix_caching
-        self._num_arrived = 0
         self._num_steps = 0
         self._plan: StepPlan | None = None
         self._planned: list[_Planned] = []
@@ -105,8 +104,7 @@ class Scheduler:
                 code="context_length_exceeded",
             )
         request.max_tokens = min(request.max_tokens, room)
-        request.arrival = self._num_arrived
-        self._num_arrived += 1
+        self.waiting.arrive(request)
         request.chain = KeyChain(request.tokens, request.domain, self.cache.match_unit, request.media)
         self.requests[request.request_id] = request
         self._enqueue(request)
@@ -383,7 +381,7 @@ class Scheduler:
                 count_query(self.cache.counters, request.reuse)
         self.cache.record_hit(lease, match, self._now)
         request.move_to(RequestStatus.RUNNING)
-        self.waiting.remove(request)
+        self.waiting.admit(request)
         self.running.append(request)
         self.running.sort(key=order_key)
         plan.started.append(build_start(request, lease, match.units))
@@ -435,6 +433,7 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         request.finish_reason = reason
+        self.waiting.settle(request)
         request.move_to(RequestStatus.FINISHED)
         self._leave_siblings(request)
         del self.requests[request.request_id]
