@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 
-from milepost.core.plan import SampledToken
 from milepost.core.request import RequestUpdate
 from milepost.engine.detokenizer import IncrementalDetokenizer
 from milepost.engine.messages import (
@@ -59,10 +58,11 @@ class Answer:
         """Turn new tokens into text. The delta's finish reason is set if the answer ends here, also
         when it was a stop string that the core knows nothing of."""
         pieces: list[str] = []
-        kept: list[SampledToken] = []
+        delta = OutputDelta()
         for index, token in enumerate(update.tokens):
             is_stop_token = update.stop_token_id is not None and index == len(update.tokens) - 1
-            kept.append(token)
+            delta.tokens.append(token)
+            delta.text_offsets.append(self._detokenizer.num_chars)
             self.num_tokens += 1
             if not is_stop_token:
                 self.generated.append(token.token_id)
@@ -70,23 +70,27 @@ class Answer:
                 text = self._detokenizer.feed([token.token_id])
                 pieces.append(self._stops.feed(text, may_stop=self._may_stop()))
             if self._stops.found is not None:
-                return self._end(pieces, kept, "stop", self._stops.found)
+                return self._end(delta, pieces, "stop", self._stops.found)
         if update.finish_reason is None:
-            return OutputDelta("".join(pieces), kept)
+            delta.text = "".join(pieces)
+            return delta
         pieces.append(self._stops.feed(self._detokenizer.finish(), may_stop=self._may_stop()))
         if self._stops.found is not None:
-            return self._end(pieces, kept, "stop", self._stops.found)
+            return self._end(delta, pieces, "stop", self._stops.found)
         pieces.append(self._stops.finish())
-        return self._end(pieces, kept, update.finish_reason, update.stop_token_id)
+        return self._end(delta, pieces, update.finish_reason, update.stop_token_id)
 
     def _may_stop(self) -> bool:
         return self.num_tokens > self.request.sampling.min_tokens
 
     def _end(
-        self, pieces: list[str], kept: list[SampledToken], finish_reason: str, stop_reason: str | int | None
+        self, delta: OutputDelta, pieces: list[str], finish_reason: str, stop_reason: str | int | None
     ) -> OutputDelta:
         self.finish_reason = finish_reason
-        return OutputDelta("".join(pieces), kept, finish_reason, stop_reason)
+        delta.text = "".join(pieces)
+        delta.finish_reason = finish_reason
+        delta.stop_reason = stop_reason
+        return delta
 
     def record(self, finish_reason: str, now: float) -> FinishedRequest:
         """What log and metrics keep of it."""

@@ -130,6 +130,9 @@ class OutputDelta:
     Attributes:
         text: new text that can no longer become part of a stop string.
         tokens: new tokens, the stop token included.
+        text_offsets: for each of them, characters of the answer before its own; a token that only
+            continues a code point has the offset of the code point. Text that a stop string took away
+            counts, because it was not known when earlier tokens went out.
         finish_reason: "stop" or "length" on the last delta.
         stop_reason: the stop string or stop token id that ended the answer.
         reuse: on the first delta.
@@ -137,6 +140,7 @@ class OutputDelta:
 
     text: str = ""
     tokens: list[SampledToken] = field(default_factory=list)
+    text_offsets: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     reuse: ReuseExplanation | None = None

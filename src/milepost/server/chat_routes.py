@@ -145,8 +145,21 @@ class _ChatCompletion:
                     elif num_open == 0:
                         event["milepost"] = generation.milepost()
                     yield event
-        if options is not None and options.include_usage:
-            yield {**envelope, "choices": [], "usage": generation.usage(), "milepost": generation.milepost()}
+        last = self.last_event()
+        if last is not None:
+            yield last
+
+    def last_event(self) -> dict[str, Any] | None:
+        options = self._body.stream_options
+        if options is None or not options.include_usage:
+            return None
+        return {
+            **self._envelope,
+            "object": "chat.completion.chunk",
+            "choices": [],
+            "usage": self._generation.usage(),
+            "milepost": self._generation.milepost(),
+        }
 
     def _opening(self, envelope: dict[str, Any], choice: Choice, continuous: bool) -> dict[str, Any]:
         opening = {

@@ -14,8 +14,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from milepost.core.plan import SampledToken
 from milepost.engine.markers import DEFAULT_TTL, SECONDS_BY_TTL, checked_breakpoints
+from milepost.engine.messages import OutputDelta
 from milepost.engine.params import OutputLimit, checked_token_ids
 from milepost.engine.serving import ServingModel
 from milepost.engine.tokenizer import Tokenizer
@@ -106,11 +106,12 @@ class _Completion:
     async def whole(self) -> dict[str, Any]:
         """The response without streaming."""
         generation = self._generation
-        sampled: list[list[SampledToken]] = [[] for _ in generation.choices]
+        sampled = [OutputDelta() for _ in generation.choices]
         async with aclosing(merged(generation.streams)) as deltas:
             async for index, delta in deltas:
                 generation.choices[index].add(delta)
-                sampled[index].extend(delta.tokens)
+                sampled[index].tokens.extend(delta.tokens)
+                sampled[index].text_offsets.extend(delta.text_offsets)
         return {
             **self._envelope,
             "choices": [self._whole_choice(choice, sampled[choice.index]) for choice in generation.choices],
@@ -125,7 +126,6 @@ class _Completion:
         continuous = options is not None and options.include_usage and options.continuous_usage_stats
         wants_every_token = continuous or self._body.logprobs is not None or bool(self._body.return_token_ids)
         num_open = len(generation.choices)
-        offsets = [0] * num_open
         begun = [False] * num_open
         async with aclosing(merged(generation.streams)) as deltas:
             async for index, delta in deltas:
@@ -136,7 +136,7 @@ class _Completion:
                 if not (text or delta.finish_reason or (wants_every_token and delta.tokens)):
                     continue
                 is_first, begun[index] = not begun[index], True
-                chunk = self._choice(choice, text, delta.tokens, offsets[index], is_first=is_first)
+                chunk = self._choice(choice, text, delta, is_first=is_first)
                 chunk["finish_reason"], chunk["stop_reason"] = delta.finish_reason, delta.stop_reason
                 if self._body.return_token_ids:
                     chunk["token_ids"] = delta.token_ids
@@ -146,39 +146,35 @@ class _Completion:
                 elif num_open == 0:
                     event["milepost"] = generation.milepost()
                 yield event
-                offsets[index] += len(text)
-        if options is not None and options.include_usage:
-            yield {
-                **self._envelope,
-                "choices": [],
-                "usage": generation.usage(),
-                "milepost": generation.milepost(),
-            }
+        last = self.last_event()
+        if last is not None:
+            yield last
+
+    def last_event(self) -> dict[str, Any] | None:
+        options = self._body.stream_options
+        if options is None or not options.include_usage:
+            return None
+        return {
+            **self._envelope,
+            "choices": [],
+            "usage": self._generation.usage(),
+            "milepost": self._generation.milepost(),
+        }
 
     def _echo(self, choice: Choice) -> str:
         if not self._body.echo:
             return ""
         return self._model.tokenizer.decode(self._generation.prompts[choice.prompt_index].token_ids)
 
-    def _whole_choice(self, choice: Choice, sampled: list[SampledToken]) -> dict[str, Any]:
-        return self._choice(choice, self._echo(choice) + choice.text, sampled, 0, is_first=True)
+    def _whole_choice(self, choice: Choice, sampled: OutputDelta) -> dict[str, Any]:
+        return self._choice(choice, self._echo(choice) + choice.text, sampled, is_first=True)
 
-    def _choice(
-        self,
-        choice: Choice,
-        text: str,
-        sampled: list[SampledToken],
-        offset: int,
-        *,
-        is_first: bool,
-    ) -> dict[str, Any]:
+    def _choice(self, choice: Choice, text: str, sampled: OutputDelta, *, is_first: bool) -> dict[str, Any]:
         wants_logprobs = self._body.logprobs is not None
         result: dict[str, Any] = {
             "index": choice.index,
             "text": text,
-            "logprobs": completion_logprobs(self._model.tokenizer, sampled, offset)
-            if wants_logprobs
-            else None,
+            "logprobs": completion_logprobs(self._model.tokenizer, sampled) if wants_logprobs else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
@@ -189,21 +185,16 @@ class _Completion:
         return result
 
 
-def completion_logprobs(tokenizer: Tokenizer, sampled: list[SampledToken], offset: int) -> dict[str, Any]:
-    """The completions API's parallel lists; `offset` is where the first token's text starts."""
-    texts = [tokenizer.token_text(token.token_id) for token in sampled]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
+def completion_logprobs(tokenizer: Tokenizer, sampled: OutputDelta) -> dict[str, Any]:
+    """The completions API's parallel lists."""
     top = []
-    for token, text in zip(sampled, texts, strict=True):
+    for token in sampled.tokens:
         best = {tokenizer.token_text(token_id): logprob for token_id, logprob in token.top_logprobs}
-        best.setdefault(text, token.logprob or 0.0)
+        best.setdefault(tokenizer.token_text(token.token_id), token.logprob or 0.0)
         top.append(best)
     return {
-        "tokens": texts,
-        "token_logprobs": [token.logprob for token in sampled],
+        "tokens": [tokenizer.token_text(token.token_id) for token in sampled.tokens],
+        "token_logprobs": [token.logprob for token in sampled.tokens],
         "top_logprobs": top,
-        "text_offset": offsets,
+        "text_offset": sampled.text_offsets,
     }

@@ -52,6 +52,10 @@ class Reply(Protocol):
         """As one JSON object, when everything is there."""
         ...
 
+    def last_event(self) -> dict[str, Any] | None:
+        """What a stream that ended with an error still says: the usage, if it was asked for."""
+        ...
+
 
 async def respond(
     request: Request, streams: Sequence[AnswerStream], reply: Reply, *, is_stream: bool
@@ -59,7 +63,7 @@ async def respond(
     """The HTTP response to a request that was handed to the engine, once it is accepted."""
     await all_accepted(streams)
     if is_stream:
-        return EventStream(reply.events(), lambda: cancel_all(streams))
+        return EventStream(reply.events(), lambda: cancel_all(streams), reply.last_event)
     result = await while_connected(request, reply.whole())
     return result if isinstance(result, Response) else JSONResponse(result)
 
@@ -129,15 +133,22 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[dict[str, Any], None], on_close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[dict[str, Any], None],
+        on_close: Callable[[], None],
+        last_event: Callable[[], dict[str, Any] | None] = lambda: None,
+    ) -> None:
         """
         Args:
             on_close: called once whatever happens, also if `events` was never begun.
+            last_event: what follows the error of a stream that failed.
         """
         self.status_code = 200
         self.background = None
         self._events = events
         self._on_close = on_close
+        self._last_event = last_event
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     def init_headers(self, headers: Any = None) -> None:
@@ -168,11 +179,13 @@ class EventStream(Response):
         try:
             async for event in self._events:
                 await send_part(encode_event(event))
-        except MilepostError as error:
-            await send_part(encode_event(error_object(error)[1]))
         except Exception as error:
-            log.exception("a stream failed")
+            if not isinstance(error, MilepostError):
+                log.exception("a stream failed")
             await send_part(encode_event(error_object(error)[1]))
+            last = self._last_event()
+            if last is not None:
+                await send_part(encode_event(last))
         finally:
             await self._events.aclose()
         await send_part(DONE)
