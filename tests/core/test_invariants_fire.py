@@ -15,8 +15,9 @@ from tests.core.harness import Harness, make_geometry, numbered
 
 import milepost.core.invariants
 import milepost.core.memory
-import milepost.core.scheduler
 import milepost.core.siblings
+import milepost.core.stats
+import milepost.core.transfers
 from milepost.core.lease import Lease
 from milepost.core.request import RequestStatus
 from milepost.core.tree import Node
@@ -231,6 +232,10 @@ def out_of_order(h: Harness) -> None:
     h.scheduler.running.reverse()
 
 
+def held_but_gone(h: Harness) -> None:
+    h.scheduler.transfers.hold(12345)
+
+
 VIOLATIONS: list[tuple[Callable[[Harness], None], str]] = [
     (wrong_key, "indexed under a wrong key"),
     (orphan, "indexed under a wrong key or has no parent"),
@@ -271,6 +276,7 @@ VIOLATIONS: list[tuple[Callable[[Harness], None], str]] = [
     (processed_too_much, "processed more tokens than it has"),
     (in_no_list, "neither waiting nor running"),
     (out_of_order, "out of order"),
+    (held_but_gone, "is held but gone"),
 ]
 
 
@@ -300,7 +306,8 @@ def test_every_clause_has_a_violation() -> None:
         milepost.core.invariants,
         milepost.core.memory,
         milepost.core.siblings,
-        milepost.core.scheduler,
+        milepost.core.stats,
+        milepost.core.transfers,
     )
     distinct = len({message for _, message in VIOLATIONS}) - 1  # one clause is shown in two ways
     assert sum(_clauses(module) for module in modules) == distinct

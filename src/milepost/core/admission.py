@@ -9,6 +9,7 @@ from milepost.core.geometry import CacheGeometry
 from milepost.core.lease import Lease
 from milepost.core.prefix_cache import Match, PrefixCache
 from milepost.core.request import Request
+from milepost.core.transfers import Transfers
 from milepost.core.units import ceil_div
 from milepost.errors import ConfigError
 
@@ -41,11 +42,13 @@ def worst_case_bytes(cache: PrefixCache, num_tokens: int, num_units_held: int, *
     return units * cache.unit_bytes + states * cache.checkpoint_bytes
 
 
-def fits(cache: PrefixCache, request: Request, match: Match, running: Sequence[Request]) -> bool:
+def fits(
+    cache: PrefixCache, request: Request, match: Match, running: Sequence[Request], transfers: Transfers
+) -> bool:
     """Whether `request` can be admitted beside `running` without preempting one of them soon.
 
-    Counts what each still needs to finish its prefill and its next token. An idle engine admits
-    anything, since `add` refused what does not fit alone.
+    Counts what each still needs to finish its prefill and its next token, and what loads and saves
+    hold. An idle engine admits anything, since `add` refused what does not fit alone.
     """
     if not running:
         return True
@@ -61,5 +64,6 @@ def fits(cache: PrefixCache, request: Request, match: Match, running: Sequence[R
         )
     if needed <= cache.memory.free_bytes:
         return True
-    in_use = cache.in_use_bytes(leases, match.path[: match.units])
+    leases.extend(transfers.leases())
+    in_use = cache.in_use_bytes(leases, match.path[: match.units], transfers.pinned())
     return in_use + needed <= cache.memory.budget_bytes

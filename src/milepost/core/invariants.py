@@ -7,19 +7,24 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from milepost.core.lease import Lease
-from milepost.core.tree import NO_RECORD
+from milepost.core.tree import NO_RECORD, Node
 
 if TYPE_CHECKING:
     from milepost.core.prefix_cache import PrefixCache
 
 
-def audit_cache(cache: PrefixCache, leases: Sequence[Lease]) -> list[str]:
-    """Every violated invariant, given all leases in force."""
+def audit_cache(
+    cache: PrefixCache, leases: Sequence[Lease], restores: Sequence[Lease] = (), pinned: Sequence[Node] = ()
+) -> list[str]:
+    """Every violated invariant, given all leases in force: of requests, and of loads in progress (which
+    need no state to go on from); and the nodes that are pinned without a lease."""
     problems = cache.memory.audit()
+    everything = [*leases, *restores]
     problems += _audit_tree(cache)
-    problems += _audit_pins(cache, leases)
-    problems += _audit_leases(cache, leases)
-    problems += _audit_ownership(cache, leases)
+    problems += _audit_pins(cache, everything, pinned)
+    problems += _audit_tables(cache, everything)
+    problems += _audit_states(cache, leases)
+    problems += _audit_ownership(cache, everything)
     counters = cache.counters
     if counters.num_queried_tokens != counters.num_hit_tokens + counters.num_missed_tokens:
         problems.append("queried tokens differ from hits + misses")
@@ -59,8 +64,9 @@ def _audit_tree(cache: PrefixCache) -> list[str]:
     return problems
 
 
-def _audit_pins(cache: PrefixCache, leases: Sequence[Lease]) -> list[str]:
+def _audit_pins(cache: PrefixCache, leases: Sequence[Lease], pinned: Sequence[Node]) -> list[str]:
     wanted = Counter(id(lease.tip) for lease in leases)
+    wanted.update(id(node) for node in pinned)
     problems = []
     for node in (*cache.tree.index.values(), *cache.tree.roots.values()):
         if node.pins != wanted[id(node)]:
@@ -78,7 +84,7 @@ def _audit_pins(cache: PrefixCache, leases: Sequence[Lease]) -> list[str]:
     return problems
 
 
-def _audit_leases(cache: PrefixCache, leases: Sequence[Lease]) -> list[str]:
+def _audit_tables(cache: PrefixCache, leases: Sequence[Lease]) -> list[str]:
     problems = []
     for lease in leases:
         path = []
@@ -93,6 +99,12 @@ def _audit_leases(cache: PrefixCache, leases: Sequence[Lease]) -> list[str]:
             shared = [n.pages[group] for n in path]
             if table[: len(path)] != shared:
                 problems.append(f"a page table differs from the published path at {lease.tip}")
+    return problems
+
+
+def _audit_states(cache: PrefixCache, leases: Sequence[Lease]) -> list[str]:
+    problems = []
+    for lease in leases:
         if lease.running is None and cache.recurrent and lease.tip.states is None and not lease.tip.is_root:
             problems.append(f"a lease has no state to go on from at {lease.tip}")
     return problems

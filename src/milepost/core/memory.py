@@ -118,10 +118,19 @@ class Memory:
                 excess -= entry.record_bytes
         return True
 
+    def keep(self, pool: int, record_id: int) -> None:
+        """Do not discard a record in use that was discarded before it was taken again: somebody is going
+        to write it before the worker would hear of the discard."""
+        pending = self._discards.get(pool)
+        if pending is not None and record_id in pending:
+            self._discards[pool] = [other for other in pending if other != record_id]
+
     def take_discards(self) -> list[PoolDiscard]:
         """Discards since the last call. A record taken again meanwhile is still listed: the worker
         discards before it writes."""
-        discards = [PoolDiscard(pool, sorted(set(ids))) for pool, ids in sorted(self._discards.items())]
+        discards = [
+            PoolDiscard(pool, sorted(set(ids))) for pool, ids in sorted(self._discards.items()) if ids
+        ]
         self._discards = {}
         return discards
 

@@ -21,6 +21,7 @@ class CacheCounters:
         evictions: (move, checkpoint reason) -> count; moves: "drop", "merge", "thin", "reclaim" (a
             request goes on in the slot), "condemned" (an audit failed), "stranded" (pages only).
         evicted_bytes: bytes freed by evictions.
+        num_restored_checkpoints: checkpoints that came from a store (counted by reason as well).
         refusals: (why, checkpoint reason) -> count of checkpoints that were wanted and not kept.
     """
 
@@ -40,6 +41,7 @@ class CacheCounters:
     num_decode_tokens: int = 0
     num_steps: int = 0
     num_sibling_waits: int = 0
+    num_restored_checkpoints: int = 0
 
 
 @dataclass(frozen=True, slots=True)

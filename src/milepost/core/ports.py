@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from milepost.core.plan import StepPlan, StepResult
@@ -16,4 +17,24 @@ class Worker(Protocol):
 
     def close(self) -> None:
         """Release memory; no call may follow."""
+        ...
+
+
+Buffer = bytes | bytearray | memoryview
+
+
+class RecordAccess(Protocol):
+    """Bytes of cache records, for loads and saves. Callable from any thread, also during `execute`.
+
+    Whoever calls owns the records: nothing else writes those that are read (committed pages and
+    checkpoints, pinned), and nothing else touches those that are written (taken, not yet published).
+    Pools are numbered as in `CacheGeometry.pool_record_bytes`.
+    """
+
+    def read_records(self, pool: int, record_ids: Sequence[int]) -> list[Buffer]:
+        """One buffer per record, of the pool's record size; views of live memory where there is some."""
+        ...
+
+    def write_records(self, pool: int, record_ids: Sequence[int], payload: Buffer) -> None:
+        """Fill records, one after the other, from `payload` (their sizes summed)."""
         ...

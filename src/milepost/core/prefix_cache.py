@@ -104,14 +104,42 @@ class PrefixCache:
 
     def open(self, match: Match, chain: KeyChain, now: float, *, uses_cache: bool = True) -> Lease:
         """Pin the matched boundary for a request; `release` undoes it."""
-        is_caching = self.config.enable_prefix_caching and uses_cache
-        units = match.units
-        tip = match.path[units - 1] if units else self.tree.root(chain.root, now)
-        self.tree.pin(tip)
-        tables = [[node.pages[g.index] for node in match.path[:units]] for g in self.attention]
-        lease = Lease(chain, tip, tables, is_caching=is_caching)
-        lease.hit_reason = tip.reason
+        lease = self.stand_on(chain, match.path[: match.units], now)
+        lease.is_caching = self.config.enable_prefix_caching and uses_cache
+        lease.hit_reason = lease.tip.reason
         return lease
+
+    def stand_on(self, chain: KeyChain, path: Sequence[Node], now: float) -> Lease:
+        """A lease on the end of `path` (on the root, if it is empty); `release` undoes it."""
+        tip = path[-1] if path else self.tree.root(chain.root, now)
+        self.tree.pin(tip)
+        tables = [[node.pages[group.index] for node in path] for group in self.attention]
+        return Lease(chain, tip, tables, is_caching=True)
+
+    def take_pages(self, lease: Lease, num_units: int, now: float) -> list[list[int]] | None:
+        """Pages for the units of `lease` up to `num_units`, to be filled from outside between steps;
+        per attention group, or None with nothing taken."""
+        taken = Reservation([[] for _ in self.attention], None, {}, [], [], [])
+        for group in self.attention:
+            for _ in range(num_units - lease.num_units):
+                page = self._acquire(group.index, now, taken)
+                if page is None:
+                    self.rollback(lease, taken)
+                    return None
+                taken.new_pages[group.index].append(page)
+        for table, pages in zip(lease.page_tables, taken.new_pages, strict=True):
+            table.extend(pages)
+        for pool, record_id in taken.records:
+            self.memory.keep(pool, record_id)
+        return taken.new_pages
+
+    def take_slots(self, now: float, *, may_evict: bool) -> list[int] | None:
+        """One slot per recurrent group, to be filled from outside between steps; None if there is no room."""
+        taken = Reservation([], None, {}, [], [], [])
+        slots = self._acquire_slots(taken, now, may_evict=may_evict)
+        for pool, record_id in taken.records:
+            self.memory.keep(pool, record_id)
+        return slots
 
     def record_hit(self, lease: Lease, match: Match, now: float) -> None:
         """Count the admission of a request that starts from the tip of `lease`."""
@@ -267,12 +295,12 @@ class PrefixCache:
                         self._attach(lease, slots, reason, now)
                     else:
                         self.counters.refusals[reasons.REFUSED_NOT_WRITTEN, reason] += 1
-                        self._release_slots(slots)
+                        self.give_back_slots(slots)
             if end_reason is not None and end == lease.tip.depth * self.match_unit:
                 self.keep_running(lease, end_reason, now)
         for slots, reason in lease.exports.values():
             self.counters.refusals[reasons.REFUSED_NOT_WRITTEN, reason] += 1
-            self._release_slots(slots)
+            self.give_back_slots(slots)
         lease.exports = {}
 
     def keep_running(self, lease: Lease, reason: str, now: float) -> bool:
@@ -318,7 +346,7 @@ class PrefixCache:
         node = lease.tip
         is_marked = reason == reasons.MARKER or node.depth in lease.marked_units
         if node.states is not None:
-            self._release_slots(slots)
+            self.give_back_slots(slots)
             if is_marked:
                 self._pin(node, lease, now)
             return
@@ -363,10 +391,10 @@ class PrefixCache:
         if processed is not None and processed == lease.tip.depth * self.match_unit:
             self.keep_running(lease, reasons.FINISH, now)
         for slots, _ in lease.exports.values():
-            self._release_slots(slots)
+            self.give_back_slots(slots)
         lease.exports = {}
         if lease.running is not None:
-            self._release_slots(lease.running)
+            self.give_back_slots(lease.running)
             lease.running = None
         first_own = lease.tip.depth
         for pool, table in enumerate(lease.page_tables):
@@ -378,15 +406,17 @@ class PrefixCache:
         if lease.tip.is_root:
             self.tree.forget_root(lease.tip)
 
-    def in_use_bytes(self, leases: Iterable[Lease], path: Sequence[Node] = ()) -> int:
-        """Bytes no eviction can free: what `leases`, which are all in force, hold, and the nodes of
-        `path`. O(leases + units of `path` that are not in use)."""
+    def in_use_bytes(
+        self, leases: Iterable[Lease], path: Sequence[Node] = (), pinned: Iterable[Node] = ()
+    ) -> int:
+        """Bytes no eviction can free: what `leases`, which are all in force, hold, the nodes of `path`,
+        and the nodes somebody else has `pinned`. O(leases + units of `path` that are not in use)."""
         units = self.tree.num_units_in_use
         for node in reversed(path):
             if node.num_users:
                 break
             units += 1
-        tips = {id(path[-1]): path[-1]} if path else {}
+        tips = {id(node): node for node in (*path[-1:], *pinned)}
         num_states = 0
         for lease in leases:
             tips[id(lease.tip)] = lease.tip
@@ -412,14 +442,18 @@ class PrefixCache:
         self.evictor.evict_all()
         return not self.tree.index
 
-    def _release_slots(self, slots: Sequence[int]) -> None:
+    def give_back_slots(self, slots: Sequence[int]) -> None:
+        """Undo `take_slots`, or end what a slot was reserved for."""
         for pool, slot in zip(self._state_pools, slots, strict=True):
             self.memory.release(pool, slot)
 
     # -- audit ---------------------------------------------------------------------------------
 
-    def audit(self, leases: Sequence[Lease]) -> list[str]:
-        """Every violated invariant, given all leases in force. Empty = sound."""
+    def audit(
+        self, leases: Sequence[Lease], restores: Sequence[Lease] = (), pinned: Sequence[Node] = ()
+    ) -> list[str]:
+        """Every violated invariant, given all leases in force, those of loads in progress, and the nodes
+        that are pinned without one. Empty = sound."""
         from milepost.core.invariants import audit_cache
 
-        return audit_cache(self, leases)
+        return audit_cache(self, leases, restores, pinned)

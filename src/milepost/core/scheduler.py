@@ -3,6 +3,7 @@
 chunking    where a chunk ends and what it exports
 prefix_cache what can be reused, which records a chunk gets
 siblings    who waits for whose prefix
+transfers   what is loaded from a store or read by one
 admission   whether a request can run without starving those that do
 outcome     what a finished step means for each request
 """
@@ -35,7 +36,8 @@ from milepost.core.prefix_cache import Match, PrefixCache
 from milepost.core.queues import RequestQueue, is_background, order_key
 from milepost.core.request import Request, RequestStatus, RequestUpdate
 from milepost.core.siblings import Siblings
-from milepost.core.stats import core_stats
+from milepost.core.stats import audit_requests, core_stats
+from milepost.core.transfers import Transfers
 from milepost.core.units import is_multiple
 from milepost.errors import ConfigError, RequestError
 
@@ -70,6 +72,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting = RequestQueue()
         self.siblings = Siblings(cache.match_unit)
+        self.transfers = Transfers(self.cache)
         self._alignment = geometry.checkpoint_alignment
         self._grid = math.lcm(cache.match_unit, self._alignment or 1)
         interval = cache.checkpoint_interval
@@ -314,6 +317,9 @@ class Scheduler:
                 return
             if len(self.running) >= self.config.max_num_seqs and not self._make_way(request):
                 return
+            if self.transfers.is_held(request.request_id):
+                known_to_wait.add(request.request_id)
+                continue
             if self._is_caching and self.siblings.awaited_boundary(request, known_to_wait):
                 self.cache.counters.num_sibling_waits += 1
                 continue
@@ -345,7 +351,7 @@ class Scheduler:
         if chain is None:
             raise ValueError(f"request {request.request_id} was never added")
         match = self.cache.match(chain, request.num_tokens) if request.uses_cache else self.cache.no_match()
-        if not fits(self.cache, request, match, self.running):
+        if not fits(self.cache, request, match, self.running, self.transfers):
             return 0
         lease = self.cache.open(match, chain, self._now, uses_cache=request.uses_cache)
         if request.conversation is not None:
@@ -436,6 +442,7 @@ class Scheduler:
         self.waiting.settle(request)
         request.move_to(RequestStatus.FINISHED)
         self._leave_siblings(request)
+        self.transfers.lift(request.request_id)
         del self.requests[request.request_id]
 
     def _preempt(self, request: Request, *, is_sound: bool = True) -> None:
@@ -463,20 +470,11 @@ class Scheduler:
 
     def audit(self) -> list[str]:
         """Every violated invariant of scheduler and cache; empty = sound."""
-        problems = self.cache.audit([r.lease for r in self.running if r.lease is not None])
+        leases = [r.lease for r in self.running if r.lease is not None]
+        problems = self.cache.audit(leases, list(self.transfers.leases()), self.transfers.pinned())
         problems += self.siblings.audit()
-        for request in self.requests.values():
-            is_running = request in self.running
-            if is_running != (request.lease is not None):
-                problems.append(f"request {request.request_id}: lease and running list disagree")
-            if is_running == (request.status is not RequestStatus.RUNNING):
-                problems.append(f"request {request.request_id}: status {request.status.value} is wrong")
-            if request.num_processed > len(request.tokens):
-                problems.append(f"request {request.request_id}: processed more tokens than it has")
-        if len(self.running) + len(self.waiting) != len(self.requests):
-            problems.append("a request is neither waiting nor running, or both")
-        if self.running != sorted(self.running, key=order_key):
-            problems.append("running requests are out of order")
+        problems += self.transfers.audit(set(self.requests))
+        problems += audit_requests(self.requests, self.running, len(self.waiting))
         return problems
 
 

@@ -1,13 +1,14 @@
-"""Snapshot of the core for exporters."""
+"""Snapshot of the core for exporters, and the audit of its requests."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from milepost.core.metrics import CoreStats
 from milepost.core.prefix_cache import PrefixCache
-from milepost.core.request import Request
+from milepost.core.queues import order_key
+from milepost.core.request import Request, RequestStatus
 
 
 def core_stats(cache: PrefixCache, running: Sequence[Request], num_waiting: int) -> CoreStats:
@@ -40,3 +41,23 @@ def core_stats(cache: PrefixCache, running: Sequence[Request], num_waiting: int)
         budget_bytes=cache.memory.budget_bytes,
         smallest_hit_prompt=cache.match_unit + 1,
     )
+
+
+def audit_requests(
+    requests: Mapping[int, Request], running: Sequence[Request], num_waiting: int
+) -> list[str]:
+    """Every request waits or runs, and its status says which; empty = sound."""
+    problems = []
+    for request in requests.values():
+        is_running = request in running
+        if is_running != (request.lease is not None):
+            problems.append(f"request {request.request_id}: lease and running list disagree")
+        if is_running == (request.status is not RequestStatus.RUNNING):
+            problems.append(f"request {request.request_id}: status {request.status.value} is wrong")
+        if request.num_processed > len(request.tokens):
+            problems.append(f"request {request.request_id}: processed more tokens than it has")
+    if len(running) + num_waiting != len(requests):
+        problems.append("a request is neither waiting nor running, or both")
+    if list(running) != sorted(running, key=order_key):
+        problems.append("running requests are out of order")
+    return problems

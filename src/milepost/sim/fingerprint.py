@@ -130,6 +130,13 @@ class FingerprintWorker:
         """Bytes of all records touched and not discarded since."""
         return self._committed_bytes
 
+    def put_record(self, pool: int, record: int, content: list[int]) -> None:
+        """Fill a record from outside, between steps: the entries of a page, or one state."""
+        if pool < len(self.pages):
+            self._page(pool, record)[:] = content
+        else:
+            self._set_slot(pool - len(self.pages), record, content[0])
+
     # --- Worker --------------------------------------------------------------------------
 
     def execute(self, plan: StepPlan) -> StepResult:
