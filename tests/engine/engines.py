@@ -105,6 +105,7 @@ def running_engine(
     max_model_len: int = 4096,
     observers: tuple[Observer, ...] = (),
     audit: AuditConfig | None = None,
+    max_queued_requests: int | None = None,
 ) -> Iterator[Bench]:
     """A started engine; at the end nothing may be left in core or worker."""
     geometry = small_geometry(match_unit)
@@ -114,7 +115,14 @@ def running_engine(
     config = SchedulerConfig(max_num_batched_tokens, max_num_seqs, max_model_len)
     scheduler = Scheduler(geometry, cache, config)
     recorder = Recorder()
-    engine = Engine(scheduler, worker, tokenizer, observers=(recorder, *observers), audit=audit)
+    engine = Engine(
+        scheduler,
+        worker,
+        tokenizer,
+        observers=(recorder, *observers),
+        audit=audit,
+        max_queued_requests=max_queued_requests,
+    )
     engine.start()
     try:
         yield Bench(engine, worker, scheduler, tokenizer, recorder)

@@ -1,7 +1,8 @@
 """The asyncio front: submit a request, read its deltas, stop reading to cancel it.
 
 One engine thread feeds any number of readers. It appends to a queue and wakes the loop once per
-step, so a slow reader costs memory (at most its own answer), never time of the engine.
+step, so a slow reader never costs time of the engine; one that falls too far behind is cancelled, so
+that its memory is bounded, too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,19 @@ from types import TracebackType
 
 from milepost.core.metrics import CoreStats
 from milepost.engine.engine import Engine
-from milepost.engine.messages import Accepted, EngineEvent, Failed, GenerationRequest, OutputDelta
+from milepost.engine.messages import (
+    Accepted,
+    EngineError,
+    EngineEvent,
+    Failed,
+    GenerationRequest,
+    OutputDelta,
+    ReaderTooSlow,
+    RequestTimedOut,
+)
+
+MAX_UNREAD_DELTAS = 4096
+"""Beyond what the sockets on the way hold, which is some hundred kilobytes."""
 
 
 class AnswerStream:
@@ -23,10 +36,12 @@ class AnswerStream:
 
     def __init__(self, front: AsyncEngine) -> None:
         self._front = front
+        self._timer: asyncio.TimerHandle | None = None
         self._events: deque[EngineEvent] = deque()
         self._arrived = asyncio.Event()
         self._request_id: int | None = None
         self._ended = False
+        self._is_cut = False
 
     async def accepted(self) -> None:
         """Wait until the scheduler has taken the request.
@@ -50,7 +65,7 @@ class AnswerStream:
         if isinstance(event, Failed):
             raise event.error
         if event.finish_reason is not None:
-            self._ended = True
+            self._end()
         return event
 
     async def aclose(self) -> None:
@@ -60,9 +75,19 @@ class AnswerStream:
     def cancel(self) -> None:
         """As `aclose`, without waiting."""
         if not self._ended:
-            self._ended = True
+            self._end()
             if self._request_id is not None:
                 self._front.engine.abort(self._request_id)
+
+    def fail(self, error: EngineError) -> None:
+        """Abort the request; its reader gets `error` instead of what it has not read."""
+        if not self._ended:
+            if self._request_id is not None:
+                self._front.engine.abort(self._request_id)
+            self._is_cut = True
+            self._events.clear()
+            self._events.append(Failed(error))
+            self._arrived.set()
 
     async def __aenter__(self) -> AnswerStream:
         return self
@@ -78,19 +103,44 @@ class AnswerStream:
             await self._arrived.wait()
         event = self._events.popleft()
         if isinstance(event, Failed):
-            self._ended = True
+            self._end()
         return event
 
+    def _end(self) -> None:
+        self._ended = True
+        if self._timer is not None:
+            self._timer.cancel()
+
     def _push(self, event: EngineEvent) -> None:
+        if self._is_cut or self._ended:
+            return
+        if len(self._events) >= self._front.max_unread_deltas:
+            self.fail(
+                ReaderTooSlow("the client reads this answer slower than it is generated; it was cancelled")
+            )
+            return
         self._events.append(event)
         self._arrived.set()
 
 
 class AsyncEngine:
-    """Wraps a started engine for the running event loop. Create it inside the loop."""
+    """Wraps a started engine for the running event loop. Create it inside the loop.
 
-    def __init__(self, engine: Engine) -> None:
+    Args:
+        max_unread_deltas: an answer with so many that nobody reads is cancelled.
+        request_timeout: seconds from submission to the last token; None = no limit.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_unread_deltas: int = MAX_UNREAD_DELTAS,
+        request_timeout: float | None = None,
+    ) -> None:
         self.engine = engine
+        self.max_unread_deltas = max_unread_deltas
+        self._request_timeout = request_timeout
         self._loop = asyncio.get_running_loop()
         self._outbox: deque[tuple[AnswerStream, EngineEvent]] = deque()
         engine.add_flush(self._flush)
@@ -99,6 +149,10 @@ class AsyncEngine:
         """Hand in a request and return its stream at once."""
         stream = AnswerStream(self)
         stream._request_id = self.engine.submit(request, lambda event: self._outbox.append((stream, event)))
+        limit = self._request_timeout
+        if limit is not None:
+            error = RequestTimedOut(f"the request took longer than the {limit:g} s this server allows")
+            stream._timer = self._loop.call_later(limit, stream.fail, error)
         return stream
 
     async def reset_prefix_cache(self) -> bool:

@@ -28,9 +28,11 @@ from milepost.core.scheduler import Scheduler
 from milepost.engine.answer import Answer, Sink
 from milepost.engine.audit import AuditConfig, AuditCounts, HitAuditor
 from milepost.engine.explain import ReuseExplainer
+from milepost.engine.load import QueueLimit
 from milepost.engine.messages import (
     Accepted,
     EngineError,
+    EngineOverloaded,
     EngineStopped,
     Failed,
     FinishedRequest,
@@ -93,6 +95,7 @@ class Engine:
         clock: seconds, monotonic; tests pass their own.
         observers: see `Observer`.
         audit: which hits are recomputed and compared; by default none.
+        max_queued_requests: further ones are refused with `EngineOverloaded`; None = all wait.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         observers: tuple[Observer, ...] = (),
         audit: AuditConfig | None = None,
+        max_queued_requests: int | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._worker = worker
@@ -113,6 +117,7 @@ class Engine:
         self._explainer = ReuseExplainer(tokenizer)
         self._ids = itertools.count(1)
         self._auditor = HitAuditor(audit or AuditConfig(), scheduler, lambda: next(self._ids))
+        self._limit = QueueLimit(max_queued_requests, scheduler.config.max_num_seqs)
         self._inbox: deque[_Message] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -234,7 +239,7 @@ class Engine:
             log.exception("the engine stops: its own state cannot be trusted any more")
             self._turn_red(f"{type(error).__name__}: {error}")
         finally:
-            self._end_all(self._dead(), "error" if self.failure else "abort")
+            self._end_all()
 
     def _take_messages(self) -> bool:
         """Wait for work, then apply every message; False when the engine is to stop."""
@@ -294,6 +299,12 @@ class Engine:
         self._stats_due = ended + max(STATS_INTERVAL_SECONDS, STATS_COST_FACTOR * (ended - begun))
 
     def _add(self, request_id: int, request: GenerationRequest, sink: Sink, submitted_at: float) -> None:
+        scheduler = self._scheduler
+        if self._limit.is_full(scheduler.num_running, scheduler.num_waiting):
+            retry_after = self._limit.retry_after_seconds(scheduler.num_waiting, self._clock())
+            message = f"{scheduler.num_waiting} requests wait already; try again in {retry_after} s"
+            sink(Failed(EngineOverloaded(message, retry_after)))
+            return
         try:
             self._scheduler.add(
                 Request(
@@ -309,6 +320,8 @@ class Engine:
                     captures_logits=self._auditor.wants_logits(request),
                     retention_priority=request.retention_priority,
                     pin_seconds=request.pin_seconds,
+                    owner=request.owner,
+                    is_counted=request.is_counted,
                 )
             )
         except InvariantError:
@@ -318,6 +331,7 @@ class Engine:
             sink(Failed(error))
             return
         self._answers[request_id] = Answer(request_id, request, sink, self._tokenizer, submitted_at)
+        self._limit.began(submitted_at)
         sink(Accepted())
 
     def _abort(self, request_id: int) -> None:
@@ -347,7 +361,7 @@ class Engine:
                 delta.reuse = answer.reuse
                 if answer.reuse.num_cached_tokens:
                     self._auditor.saw_hit()
-                for observer in self._observers:
+                for observer in self._observers_of(request):
                     observer.admitted(answer.reuse)
             if update.logits and answer.reuse is not None:
                 self._auditor.saw_logits(answer.request, answer.reuse.num_cached_tokens, update.logits)
@@ -374,7 +388,7 @@ class Engine:
         if first:
             answer.first_token_at = now
         answer.last_token_at = now
-        for observer in self._observers:
+        for observer in self._observers_of(answer.request):
             observer.tokens(num_tokens, since_submission, since_last)
 
     def _drop(self, answer: Answer, error: MilepostError, finish_reason: str) -> None:
@@ -383,10 +397,17 @@ class Engine:
         self._record(answer, finish_reason)
 
     def _record(self, answer: Answer, finish_reason: str) -> None:
-        record = answer.record(finish_reason, self._clock())
+        now = self._clock()
+        self._limit.ended(now)
+        if not answer.request.is_counted:
+            return
+        record = answer.record(finish_reason, now)
         request_log.info("%s", record.log_line())
         for observer in self._observers:
             observer.finished(record)
+
+    def _observers_of(self, request: GenerationRequest) -> list[Observer]:
+        return self._observers if request.is_counted else []
 
     def _flush(self) -> None:
         for flush in self._flushes:
@@ -403,14 +424,18 @@ class Engine:
         self._needs_flush_step = True
         self._flush()
 
-    def _end_all(self, error: EngineError, finish_reason: str) -> None:
+    def _end_all(self) -> None:
         """Nothing may wait for an engine that is gone."""
         with self._wake:
             self._stopping = True
             messages, self._inbox = self._inbox, deque()
         self._auditor.close()
+        error: EngineError = self._dead()
+        if self.failure is not None:
+            # What was being answered failed; what comes later is only refused.
+            error = EngineError(str(error))
         for answer in list(self._answers.values()):
-            self._drop(answer, error, finish_reason)
+            self._drop(answer, error, "abort" if self.failure is None else "error")
         for message in messages:
             message.if_dead()
         self._flush()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,22 @@ class EngineStopped(EngineError):
     """The engine takes no request any more."""
 
 
+class EngineOverloaded(EngineError):
+    """Too many requests wait already; this one was not taken. Nothing is wrong with it."""
+
+    def __init__(self, message: str, retry_after_seconds: int) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class RequestTimedOut(EngineError):
+    """A request was ended because it took longer than the server allows."""
+
+
+class ReaderTooSlow(EngineError):
+    """A request was ended because its client reads slower than tokens come."""
+
+
 @dataclass(slots=True)
 class GenerationRequest:
     """One answer to be generated.
@@ -33,6 +49,8 @@ class GenerationRequest:
         retention_priority: its checkpoints count 2**priority times as much when room is made.
         pin_seconds: its `marker` checkpoints are given up last for so long.
         label: how log lines call the request.
+        owner: who competes for a fair share; requests with the same one wait for each other.
+        is_counted: False = in no metric and no log (the warm-up).
     """
 
     prompt_token_ids: array[int]
@@ -48,7 +66,10 @@ class GenerationRequest:
     uses_cache: bool = True
     retention_priority: int = 0
     pin_seconds: float = 0.0
+    marks: Mapping[int, str] | None = None
     label: str = ""
+    owner: str = ""
+    is_counted: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +150,8 @@ class OutputDelta:
 
     Attributes:
         text: new text that can no longer become part of a stop string.
+        marked: the same with control tokens as marks, if the request asked for it; the beginning of a
+            control token may wait.
         tokens: new tokens, the stop token included.
         text_offsets: for each of them, characters of the answer before its own; a token that only
             continues a code point has the offset of the code point. Text that a stop string took away
@@ -139,6 +162,7 @@ class OutputDelta:
     """
 
     text: str = ""
+    marked: str = ""
     tokens: list[SampledToken] = field(default_factory=list)
     text_offsets: list[int] = field(default_factory=list)
     finish_reason: str | None = None

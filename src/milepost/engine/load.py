@@ -1,0 +1,69 @@
+"""How long the queue may get, and when a client that was turned away should come back."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+RATE_WINDOW_SECONDS = 60.0
+MAX_RETRY_AFTER_SECONDS = 600
+RETRY_AFTER_UNKNOWN_SECONDS = 5
+"""Before anything has ended there is no rate."""
+
+
+class QueueLimit:
+    """Bound of waiting requests, and the rate at which requests end.
+
+    Args:
+        max_queued_requests: requests that may wait beyond those that free seats will take at once;
+            None = no bound.
+        num_seats: requests that run at the same time.
+    """
+
+    def __init__(self, max_queued_requests: int | None, num_seats: int) -> None:
+        self.max_queued_requests = max_queued_requests
+        self._num_seats = num_seats
+        self._num_open = 0
+        self._busy_seconds = 0.0
+        self._busy_since = 0.0
+        self._ends: deque[float] = deque()
+
+    def is_full(self, num_running: int, num_waiting: int) -> bool:
+        """Whether one more request would wait beyond the bound."""
+        if self.max_queued_requests is None:
+            return False
+        free_seats = max(0, self._num_seats - num_running)
+        return num_waiting - free_seats >= self.max_queued_requests
+
+    def began(self, now: float) -> None:
+        """A request came."""
+        if not self._num_open:
+            self._busy_since = now
+        self._num_open += 1
+
+    def ended(self, now: float) -> None:
+        """A request ended, whatever the reason."""
+        busy = self._busy(now)
+        self._ends.append(busy)
+        while self._ends[0] < busy - RATE_WINDOW_SECONDS:
+            self._ends.popleft()
+        self._num_open -= 1
+        if not self._num_open:
+            self._busy_seconds = busy
+
+    def rate(self, now: float) -> float:
+        """Requests that ended per second, over the last minute with requests; 0 = not known."""
+        busy = self._busy(now)
+        num_ended = sum(1 for end in self._ends if end >= busy - RATE_WINDOW_SECONDS)
+        return num_ended / max(1e-3, min(busy, RATE_WINDOW_SECONDS))
+
+    def retry_after_seconds(self, num_waiting: int, now: float) -> int:
+        """Whole seconds until those that wait now will have got their turn, at the measured rate."""
+        rate = self.rate(now)
+        if rate <= 0.0:
+            return RETRY_AFTER_UNKNOWN_SECONDS
+        return max(1, min(MAX_RETRY_AFTER_SECONDS, math.ceil(num_waiting / rate)))
+
+    def _busy(self, now: float) -> float:
+        """Seconds with requests so far: an idle hour says nothing about the rate."""
+        return self._busy_seconds + (now - self._busy_since if self._num_open else 0.0)

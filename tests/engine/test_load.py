@@ -1,0 +1,59 @@
+"""The queue's bound and the rate behind Retry-After."""
+
+from __future__ import annotations
+
+import pytest
+
+from milepost.engine.load import (
+    MAX_RETRY_AFTER_SECONDS,
+    RATE_WINDOW_SECONDS,
+    RETRY_AFTER_UNKNOWN_SECONDS,
+    QueueLimit,
+)
+
+
+def test_free_seats_do_not_count_as_queue() -> None:
+    limit = QueueLimit(2, num_seats=3)
+    assert not limit.is_full(num_running=0, num_waiting=4)
+    assert limit.is_full(num_running=0, num_waiting=5)
+    assert limit.is_full(num_running=3, num_waiting=2)
+    assert not limit.is_full(num_running=3, num_waiting=1)
+
+
+def test_no_bound_and_no_queue() -> None:
+    assert not QueueLimit(None, 1).is_full(5, 10**6)
+    assert QueueLimit(0, 1).is_full(1, 0)
+    assert not QueueLimit(0, 1).is_full(0, 0)
+
+
+def test_retry_after_is_the_time_the_queue_takes() -> None:
+    limit = QueueLimit(100, 1)
+    assert limit.retry_after_seconds(10, 0.0) == RETRY_AFTER_UNKNOWN_SECONDS
+    for number in range(20):  # one request at a time, two seconds each
+        limit.began(2.0 * number)
+        limit.ended(2.0 * number + 2.0)
+    assert limit.rate(40.0) == pytest.approx(0.5)
+    assert limit.retry_after_seconds(10, 40.0) == 20
+    assert limit.retry_after_seconds(0, 40.0) == 1
+    assert limit.retry_after_seconds(10**6, 40.0) == MAX_RETRY_AFTER_SECONDS
+
+
+def test_idle_time_does_not_slow_the_rate_down() -> None:
+    limit = QueueLimit(100, 1)
+    for number in range(10):
+        limit.began(number)
+        limit.ended(number + 1.0)
+    limit.began(10_000.0)
+    assert limit.rate(10_000.0) == pytest.approx(1.0)
+    assert limit.rate(10_010.0) == pytest.approx(0.5), "busy without an end"
+
+
+def test_old_ends_are_forgotten() -> None:
+    limit = QueueLimit(100, 1)
+    for number in range(1000):
+        limit.began(number)
+        limit.ended(number + 1.0)
+    assert len(limit._ends) <= RATE_WINDOW_SECONDS + 1
+    limit.began(1000.0)
+    limit.ended(1000.0 + 10 * RATE_WINDOW_SECONDS)
+    assert len(limit._ends) == 1
