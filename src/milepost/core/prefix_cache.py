@@ -285,23 +285,29 @@ class PrefixCache:
         if lease.is_caching:
             num_units = floor_div(end, self.match_unit)
             keys = lease.chain.extend(num_units)
+            self._settle_export(lease, acknowledged, now)  # of a load, where only a state was missing
             for index in range(lease.tip.depth, num_units):
                 self._publish_unit(lease, index, keys[index], now)
-                position = (index + 1) * self.match_unit
-                export = lease.exports.pop(position, None)
-                if export is not None:
-                    slots, reason = export
-                    if position in acknowledged:
-                        self._attach(lease, slots, reason, now)
-                    else:
-                        self.counters.refusals[reasons.REFUSED_NOT_WRITTEN, reason] += 1
-                        self.give_back_slots(slots)
+                self._settle_export(lease, acknowledged, now)
             if end_reason is not None and end == lease.tip.depth * self.match_unit:
                 self.keep_running(lease, end_reason, now)
         for slots, reason in lease.exports.values():
             self.counters.refusals[reasons.REFUSED_NOT_WRITTEN, reason] += 1
             self.give_back_slots(slots)
         lease.exports = {}
+
+    def _settle_export(self, lease: Lease, acknowledged: set[int], now: float) -> None:
+        """Attach what was exported at the tip's boundary, if it was written."""
+        position = lease.tip.depth * self.match_unit
+        export = lease.exports.pop(position, None)
+        if export is None:
+            return
+        slots, reason = export
+        if position in acknowledged:
+            self._attach(lease, slots, reason, now)
+        else:
+            self.counters.refusals[reasons.REFUSED_NOT_WRITTEN, reason] += 1
+            self.give_back_slots(slots)
 
     def keep_running(self, lease: Lease, reason: str, now: float) -> bool:
         """Turn the running state, which stands on the tip's boundary, into a checkpoint.

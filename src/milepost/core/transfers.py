@@ -205,7 +205,7 @@ class Transfers:
             return None
         unit = self._cache.match_unit
         match = self._cache.match(chain, request.num_tokens)
-        num_local = match.hit.attention_units
+        num_local = min(match.hit.attention_units, floor_div(wanted[0].position, unit))
         if wanted[0].start > num_local * unit or wanted[-1].position <= match.position:
             return None
         restore = Restore(self._cache.stand_on(chain, match.path[:num_local], now))
