@@ -92,7 +92,7 @@ def test_kimi_k3_text(models: Any) -> None:
         '<|open|>call tool="find" index="1"<|sep|>'
         '<|open|>argument key="q" type="string"<|sep|>a & "b"<|close|>argument<|sep|>'
         '<|open|>argument key="n" type="number"<|sep|>3<|close|>argument<|sep|>'
-        '<|open|>argument key="deep" type="object"<|sep|>{"z":[1,null]}<|close|>argument<|sep|>'
+        '<|open|>argument key="deep" type="object"<|sep|>{"z": [1, null]}<|close|>argument<|sep|>'
         "<|close|>call<|sep|>"
         '<|open|>call tool="open page" index="2"<|sep|><|close|>call<|sep|>'
         "<|close|>tools<|sep|><|close|>message<|sep|><|end_of_msg|>"
@@ -274,7 +274,7 @@ def generated(column: str, answer: Answer) -> str | None:
             '<|open|>tools<|sep|><|open|>call tool="find" index="1"<|sep|>'
             '<|open|>argument key="q" type="string"<|sep|>a & "b"<|close|>argument<|sep|>'
             '<|open|>argument key="n" type="number"<|sep|>3<|close|>argument<|sep|>'
-            '<|open|>argument key="deep" type="object"<|sep|>{"z":[1,null]}<|close|>argument<|sep|>'
+            '<|open|>argument key="deep" type="object"<|sep|>{"z": [1, null]}<|close|>argument<|sep|>'
             '<|close|>call<|sep|><|open|>call tool="open page" index="2"<|sep|><|close|>call<|sep|>'
             "<|close|>tools<|sep|>"
         )

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from milepost.engine.template import ChatTemplate, ChatTemplates
+from milepost.engine.kimi_answers import split_k3_answer, split_linear_answer
+from milepost.engine.template import ChatTemplate, ChatTemplates, SplitAnswer
 from milepost.engine.tokenizer import Tokenizer, read_json
 from milepost.errors import CheckpointFileError, RequestError
 
@@ -26,11 +27,13 @@ class ChatFormat:
     Attributes:
         file_name: below `TEMPLATE_DIRECTORY`.
         tokens: control tokens that every conversation needs.
+        split_answer: see `ChatTemplate`.
         tool_tokens: control tokens that tool calls need besides.
     """
 
     file_name: str
     tokens: tuple[str, ...]
+    split_answer: SplitAnswer
     tool_tokens: tuple[str, ...] = ()
 
 
@@ -38,6 +41,7 @@ CHAT_FORMATS: Mapping[str, ChatFormat] = {
     "kimi_linear": ChatFormat(
         "kimi_linear.jinja",
         ("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>"),
+        split_linear_answer,
         (
             "<|tool_calls_section_begin|>",
             "<|tool_calls_section_end|>",
@@ -46,7 +50,9 @@ CHAT_FORMATS: Mapping[str, ChatFormat] = {
             "<|tool_call_end|>",
         ),
     ),
-    "kimi_k3": ChatFormat("kimi_k3.jinja", ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")),
+    "kimi_k3": ChatFormat(
+        "kimi_k3.jinja", ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"), split_k3_answer
+    ),
 }
 """model_type -> format."""
 
@@ -69,6 +75,7 @@ class BuiltInTemplate(ChatTemplate):
         self._missing_for_tools = [name for name in chat_format.tool_tokens if name not in known]
         source = (TEMPLATE_DIRECTORY / chat_format.file_name).read_text(encoding="utf-8")
         super().__init__(source, tokenizer.named_tokens)
+        self.split_answer = chat_format.split_answer
 
     def render(
         self,

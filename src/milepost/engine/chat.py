@@ -7,7 +7,6 @@ moves the tools around simply yields shorter prefixes.
 
 from __future__ import annotations
 
-import json
 from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -18,8 +17,9 @@ from typing import Any, TypeVar
 from milepost.engine.built_in_templates import built_in_templates
 from milepost.engine.markers import Marker
 from milepost.engine.shield import Shield, new_mark
-from milepost.engine.template import ChatTemplate, ChatTemplates, WrittenObject
+from milepost.engine.template import ChatTemplate, ChatTemplates
 from milepost.engine.tokenizer import Tokenizer
+from milepost.engine.written_json import read_arguments
 from milepost.errors import RequestError
 
 FIRST_MESSAGE_BOUNDARIES = 2
@@ -31,6 +31,9 @@ SENTINEL_TEXTS = ("Alpha", "7 ~beta")
 """Two texts that share no first character, so that their common prefix is the template's own."""
 MERGING_TEXTS = ("\n\n~", "**~")
 """Answers that may begin so: the tokens of a header that ends in white space or signs are then others."""
+
+THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Fields that templates take the thoughts of an answer from."""
 
 Message = dict[str, Any]
 Sliceable = TypeVar("Sliceable", str, "array[int]")
@@ -65,9 +68,10 @@ class EncodedText:
 class ChatRenderer:
     """Renders conversations with a model's chat template.
 
-    Control tokens come from the template only. The one exception: in *assistant* messages the added
-    tokens that are not special (`<think>`, `<tool_call>`) are read as tokens, because the model wrote
-    them as tokens and templates look for them there.
+    Control tokens come from the template only. The one exception: in text and thoughts of *assistant*
+    messages the added tokens that are not special (`<think>`, `<tool_call>`) are read as tokens, because
+    the model wrote them as tokens and templates look for them there. Templates that take answers apart
+    (`ChatTemplate.split_answer`) do without the exception.
     """
 
     def __init__(self, tokenizer: Tokenizer, templates: ChatTemplates) -> None:
@@ -152,28 +156,55 @@ class ChatRenderer:
             encoded.token_ids.extend(self._tokenizer.encode_array(text.replace(self._mark, "")))
 
     def prepare(self, message: Mapping[str, Any], template: ChatTemplate) -> Message:
-        """A message as the template sees it: control tokens spelled in it are shielded."""
-        shield = self._assistant_shield if message.get("role") == "assistant" else self._shield
-        prepared: Message = shield.value({key: value for key, value in message.items() if key != "role"})
-        prepared["role"] = message["role"]
-        if message["role"] == "developer" and not template.knows_developer:
+        """A message as the template sees it: control tokens spelled in it are shielded.
+
+        Raises:
+            RequestError: it has no content; only an answer needs none.
+        """
+        role = message["role"]
+        prepared: Message = {
+            key: self._shield.value(value)
+            for key, value in message.items()
+            if key not in ("role", "content", "tool_calls")
+        }
+        content = message.get("content")
+        if content is None and role != "assistant":
+            raise RequestError("messages", f"a message of role {role!r} needs content")
+        content = "" if content is None else content
+        prepared["content"] = self._shield.value(content)
+        if message.get("tool_calls"):
+            prepared["tool_calls"] = [self._tool_call(call) for call in message["tool_calls"]]
+        if role == "assistant":
+            prepared.update(self._answer(message, content, template))
+        prepared["role"] = role
+        if role == "developer" and not template.knows_developer:
             # The newer name of the same role; templates that do not know it treat it as anything.
             prepared["role"] = "system"
-        for call in prepared.get("tool_calls") or ():
-            function = call.get("function")
-            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-                function["arguments"] = _parsed_arguments(function["arguments"])
         return prepared
 
+    def _answer(self, message: Mapping[str, Any], content: Any, template: ChatTemplate) -> Message:
+        """Fields of an assistant message in which control tokens may stand."""
+        if template.split_answer is None:
+            texts = {key: message[key] for key in THINKING_KEYS if message.get(key) is not None}
+            shield = self._assistant_shield
+            return {key: shield.value(value) for key, value in {**texts, "content": content}.items()}
+        if not isinstance(content, str) or message.get("reasoning_content") or message.get("tool_calls"):
+            return {}
+        return template.split_answer(content, self._shield.string) or {}
 
-def _parsed_arguments(arguments: str) -> Any:
-    """Clients send tool arguments as JSON text; templates expect the object. Those that write JSON text
-    can write the model's own."""
-    try:
-        parsed = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    return WrittenObject(parsed, arguments) if isinstance(parsed, dict) else arguments
+    def _tool_call(self, call: Mapping[str, Any]) -> Message:
+        function = call.get("function")
+        prepared: Message = self._shield.value({key: item for key, item in call.items() if key != "function"})
+        if isinstance(function, Mapping):
+            given = function.get("arguments")
+            shown = {key: item for key, item in function.items() if key != "arguments"}
+            prepared["function"] = self._shield.value(shown)
+            if "arguments" in function:
+                read = read_arguments(given, self._shield.value) if isinstance(given, str) else None
+                prepared["function"]["arguments"] = self._shield.value(given) if read is None else read
+        elif function is not None:
+            prepared["function"] = self._shield.value(function)
+        return prepared
 
 
 @dataclass(slots=True)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import datetime
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateSyntaxError, nodes
+from jinja2 import TemplateSyntaxError, Undefined, nodes
 from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from milepost.engine import written_json
+from milepost.engine.kimi_answers import GeneratedCall
 from milepost.errors import CheckpointFileError, RequestError
+
+SplitAnswer = Callable[[str, Callable[[str], str]], dict[str, Any] | None]
+"""(text of an answer, what makes a piece safe) -> fields of the message, or None if it is just text."""
 
 
 class _GenerationBlock(Extension):
@@ -38,7 +42,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(
+    return written_json.dump(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
@@ -47,19 +51,10 @@ def _strftime_now(pattern: str) -> str:
     return datetime.datetime.now().strftime(pattern)
 
 
-class WrittenObject(dict[str, Any]):
-    """A JSON object together with the text it was read from."""
-
-    def __init__(self, value: Mapping[str, Any], text: str) -> None:
-        super().__init__(value)
-        self.text = text
-
-
 def _as_written(value: Any) -> str:
-    """JSON text of a value: the text it was read from where that is known."""
-    if isinstance(value, WrittenObject):
-        return value.text
-    return value if isinstance(value, str) else _tojson(value or {}, separators=(",", ":"))
+    """A call without arguments has none, which is JSON's empty object."""
+    absent = value is None or isinstance(value, Undefined)
+    return "{}" if absent else written_json.as_written(value)
 
 
 class ChatTemplate:
@@ -67,6 +62,8 @@ class ChatTemplate:
 
     Attributes:
         knows_developer: whether the role `developer` appears in it.
+        split_answer: takes an answer apart that comes back as generated. With it the template alone
+            writes control tokens in assistant messages too; None = it looks for them in their text.
 
     Args:
         source: Jinja text.
@@ -76,12 +73,16 @@ class ChatTemplate:
         CheckpointFileError: the text is no Jinja template.
     """
 
+    split_answer: SplitAnswer | None = None
+
     def __init__(self, source: str, named_tokens: Mapping[str, str] | None = None) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
         )
         environment.filters["tojson"] = _tojson
         environment.filters["as_written"] = _as_written
+        environment.filters["members"] = written_json.members
+        environment.tests["as_generated"] = lambda value: isinstance(value, GeneratedCall)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._named_tokens = dict(named_tokens or {})
