@@ -409,6 +409,7 @@ class PrefixCache:
         lease.page_tables = [[] for _ in lease.page_tables]
         self.tree.unpin(lease.tip)
         self.evictor.reconsider(lease.tip)
+        self.tree.end_path(lease.tip)
         if lease.tip.is_root:
             self.tree.forget_root(lease.tip)
 

@@ -7,6 +7,7 @@ first divergence can be named, and the ids of the records that hold its pages an
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 NO_RECORD = -1
 
@@ -60,10 +61,29 @@ class Node:
         )
 
 
-class PrefixTree:
-    """Nodes by key, over all domains."""
+class TreeListener(Protocol):
+    """Hears of checkpoints as they come and go; must not change the tree and must not raise."""
 
-    __slots__ = ("_num_attention_groups", "index", "num_units_in_use", "roots", "state_nodes", "stranded")
+    def checkpoint_added(self, node: Node) -> None:
+        """`node` has a state now."""
+
+    def checkpoint_removed(self, node: Node) -> None:
+        """`node` lost its state; its pages may go next."""
+
+    def path_ended(self, node: Node) -> None:
+        """The request that published `node` last has ended, or was preempted."""
+
+
+class PrefixTree:
+    """Nodes by key, over all domains.
+
+    Attributes:
+        listeners: told of every checkpoint that comes or goes.
+    """
+
+    __slots__ = (
+        "_num_attention_groups", "index", "listeners", "num_units_in_use", "roots", "state_nodes", "stranded",
+    )  # fmt: skip
 
     def __init__(self, num_attention_groups: int) -> None:
         self._num_attention_groups = num_attention_groups
@@ -75,6 +95,7 @@ class PrefixTree:
         """Leaves without a checkpoint: nothing can resume from their last pages."""
         self.num_units_in_use = 0
         """Units that leases stand on or above: no eviction can free them."""
+        self.listeners: list[TreeListener] = []
 
     def __len__(self) -> int:
         return len(self.index)
@@ -135,6 +156,8 @@ class PrefixTree:
         node.reason = reason
         self.state_nodes[node.key] = node
         self.stranded.pop(node.key, None)
+        for listener in self.listeners:
+            listener.checkpoint_added(node)
 
     def detach_state(self, node: Node) -> list[int]:
         """Remove the checkpoint of `node`; returns its slots."""
@@ -146,6 +169,8 @@ class PrefixTree:
         del self.state_nodes[node.key]
         if not node.children:
             self.stranded[node.key] = node
+        for listener in self.listeners:
+            listener.checkpoint_removed(node)
         return states
 
     def remove_leaf(self, node: Node) -> list[int]:
@@ -161,6 +186,12 @@ class PrefixTree:
         if parent.is_root and not parent.children and not parent.pins:
             del self.roots[parent.key]
         return node.pages
+
+    def end_path(self, node: Node) -> None:
+        """The request that stood on `node` goes."""
+        if not node.is_root:
+            for listener in self.listeners:
+                listener.path_ended(node)
 
     def forget_root(self, root: Node) -> None:
         """Drop the root of a domain nobody uses any more."""

@@ -93,6 +93,11 @@ class WeightReader:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
+    @property
+    def files(self) -> dict[str, SafetensorsFile]:
+        """Tensor name -> the file it is in."""
+        return dict(self._files)
+
     def unused_names(self) -> list[str]:
         """Tensors nobody asked for, sorted."""
         return sorted(set(self._files) - self._taken)

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from milepost.core.geometry import CacheGeometry
+from milepost.core.ports import Buffer
 from milepost.errors import ConfigError, WorkerError
 from milepost.models.inputs import CacheFields
 from milepost.models.layout import CacheLayout, FieldLayout
@@ -29,6 +30,7 @@ _TORCH_DTYPES = {
 }
 _MAP_NORESERVE = 0x4000
 _MINCORE_BATCH_BYTES = 1 << 30
+_COPY_BYTES = 1 << 20
 
 
 class RecordPool:
@@ -78,12 +80,16 @@ class RecordPool:
 
     def discard(self, record_ids: Iterable[int]) -> None:
         """Gives the memory of these records back; they read as zeros afterwards (Linux)."""
-        for first, end in _runs(sorted(set(record_ids))):
+        for first, end in _neighbours(sorted(set(record_ids))):
             # Only whole operating-system pages inside of the run; elsewhere a neighbour would lose data.
             start = -(-first * self.record_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
             stop = end * self.record_bytes // mmap.PAGESIZE * mmap.PAGESIZE
             if stop > start:
                 self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
+
+    def view(self, first: int, end: int) -> memoryview:
+        """Writable bytes of records [first, end): live memory, not a copy."""
+        return memoryview(self._map)[first * self.record_bytes : end * self.record_bytes]
 
     def mapped_bytes(self) -> int:
         """Bytes the operating system really backs, counted in its pages."""
@@ -94,8 +100,8 @@ class RecordPool:
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
-def _runs(ids: Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending ids as half-open runs."""
+def _neighbours(ids: Sequence[int]) -> list[tuple[int, int]]:
+    """Ids in their order, as half-open runs of ids that follow each other."""
     runs: list[tuple[int, int]] = []
     for number in ids:
         if runs and runs[-1][1] == number:
@@ -158,6 +164,28 @@ class PoolSet:
 
     def recurrent_pool(self, group: int) -> RecordPool:
         return self.pools[self._num_attention + group]
+
+    def read_records(self, pool: int, record_ids: Sequence[int]) -> list[Buffer]:
+        """Views of the records' memory, neighbours in one piece; see `core.ports.RecordAccess`."""
+        return [self.pools[pool].view(first, end) for first, end in _neighbours(record_ids)]
+
+    def write_records(self, pool: int, record_ids: Sequence[int], payload: Buffer) -> None:
+        """Fill records from `payload`; see `core.ports.RecordAccess`.
+
+        Raises:
+            ValueError: `payload` is not as long as the records.
+        """
+        source = memoryview(payload).cast("B")
+        if source.nbytes != self.pools[pool].record_bytes * len(record_ids):
+            raise ValueError(f"pool {pool}: {source.nbytes} bytes for {len(record_ids)} records")
+        offset = 0
+        for first, end in _neighbours(record_ids):
+            target = self.pools[pool].view(first, end)
+            # In pieces, so that the thread that runs the steps gets the interpreter in between.
+            for at in range(0, target.nbytes, _COPY_BYTES):
+                piece = target[at : at + _COPY_BYTES]
+                piece[:] = source[offset : offset + piece.nbytes]
+                offset += piece.nbytes
 
     def mapped_bytes(self) -> int:
         """Bytes of all pools that really have memory behind them."""
