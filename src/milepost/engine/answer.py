@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from milepost.core.request import RequestUpdate
 from milepost.engine.detokenizer import IncrementalDetokenizer
+from milepost.engine.marks import MarkedStream
 from milepost.engine.messages import (
     EngineEvent,
     FinishedRequest,
@@ -30,7 +31,7 @@ class Answer:
 
     __slots__ = (
         "request_id", "request", "sink", "submitted_at", "first_token_at", "last_token_at", "num_tokens",
-        "generated", "reuse", "finish_reason", "_detokenizer", "_stops",
+        "generated", "reuse", "finish_reason", "_detokenizer", "_stops", "_marked",
     )  # fmt: skip
 
     def __init__(
@@ -53,6 +54,7 @@ class Answer:
         self.finish_reason: str | None = None
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=request.skip_special_tokens)
         self._stops = StopChecker(request.stop, include_stop=request.include_stop_str_in_output)
+        self._marked = None if request.marks is None else MarkedStream()
 
     def advance(self, update: RequestUpdate) -> OutputDelta:
         """Turn new tokens into text. The delta's finish reason is set if the answer ends here, also
@@ -67,13 +69,12 @@ class Answer:
             if not is_stop_token:
                 self.generated.append(token.token_id)
             if not is_stop_token or self.request.include_stop_str_in_output:
-                text = self._detokenizer.feed([token.token_id])
+                text = self._text_of(token.token_id)
                 pieces.append(self._stops.feed(text, may_stop=self._may_stop()))
             if self._stops.found is not None:
                 return self._end(delta, pieces, "stop", self._stops.found)
         if update.finish_reason is None:
-            delta.text = "".join(pieces)
-            return delta
+            return self._with_text(delta, pieces, is_last=False)
         pieces.append(self._stops.feed(self._detokenizer.finish(), may_stop=self._may_stop()))
         if self._stops.found is not None:
             return self._end(delta, pieces, "stop", self._stops.found)
@@ -87,9 +88,22 @@ class Answer:
         self, delta: OutputDelta, pieces: list[str], finish_reason: str, stop_reason: str | int | None
     ) -> OutputDelta:
         self.finish_reason = finish_reason
-        delta.text = "".join(pieces)
         delta.finish_reason = finish_reason
         delta.stop_reason = stop_reason
+        return self._with_text(delta, pieces, is_last=True)
+
+    def _text_of(self, token_id: int) -> str:
+        text = self._detokenizer.feed([token_id])
+        char = (self.request.marks or {}).get(token_id)
+        if char is not None and self._marked is not None:
+            end = self._detokenizer.num_chars
+            self._marked.note(end - self._detokenizer.num_shown(token_id), end, char)
+        return text
+
+    def _with_text(self, delta: OutputDelta, pieces: list[str], *, is_last: bool) -> OutputDelta:
+        delta.text = "".join(pieces)
+        if self._marked is not None:
+            delta.marked = self._marked.take(delta.text, is_last=is_last)
         return delta
 
     def record(self, finish_reason: str, now: float) -> FinishedRequest:

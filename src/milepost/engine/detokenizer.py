@@ -27,14 +27,18 @@ class IncrementalDetokenizer:
 
     def feed(self, token_ids: Iterable[int]) -> str:
         """Text that these tokens complete."""
-        tokenizer = self._tokenizer
-        skip = self._skip_special_tokens
         data = b"".join(
-            tokenizer.token_bytes(token_id)
-            for token_id in token_ids
-            if not (skip and tokenizer.is_special(token_id))
+            self._tokenizer.token_bytes(token_id) for token_id in token_ids if not self.skips(token_id)
         )
         return self._counted(self._decoder.decode(data))
+
+    def num_shown(self, token_id: int) -> int:
+        """Characters of a control token in the text; 0 if it is left out."""
+        return 0 if self.skips(token_id) else len(self._tokenizer.token_text(token_id))
+
+    def skips(self, token_id: int) -> bool:
+        """Whether a token leaves no text."""
+        return self._skip_special_tokens and self._tokenizer.is_special(token_id)
 
     def finish(self) -> str:
         """What is left: the bytes of an incomplete code point as one U+FFFD, else nothing."""

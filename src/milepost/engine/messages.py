@@ -48,6 +48,7 @@ class GenerationRequest:
         uses_cache: False = computed from its first token, and nothing of it is kept.
         retention_priority: its checkpoints count 2**priority times as much when room is made.
         pin_seconds: its `marker` checkpoints are given up last for so long.
+        marks: control tokens that the deltas' `marked` text must tell from ordinary text: id -> character.
         label: how log lines call the request.
         owner: who competes for a fair share; requests with the same one wait for each other.
         is_counted: False = in no metric and no log (the warm-up).
@@ -73,6 +74,24 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadNote:
+    """What the stores added to a request's reuse.
+
+    Attributes:
+        outcome: "loaded", "not_found", "sooner_computed" (loading would have taken longer), "too_late",
+            "no_room", "unusable" (a part is missing, or is of another model) or "failed".
+        tier: slowest store it came from; "" unless loaded.
+        num_tokens: tokens that were loaded instead of computed.
+        seconds: how long the request was looked after, at most what computing would have taken.
+    """
+
+    outcome: str
+    tier: str
+    num_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class ReuseExplanation:
     """How much of a prompt was reused and why not more; what usage, metrics and log report.
 
@@ -83,6 +102,7 @@ class ReuseExplanation:
         first_divergence: first token that differs from the nearest cached path, if one does.
         retokenized_at: token position where an earlier answer, encoded again from its text, got
             other ids than were generated.
+        load: what stores contributed; None without stores, or if nothing was missing.
     """
 
     num_prompt_tokens: int
@@ -93,6 +113,7 @@ class ReuseExplanation:
     reason: str
     first_divergence: int | None
     retokenized_at: int | None
+    load: LoadNote | None = None
 
     @property
     def num_computed_tokens(self) -> int:
@@ -107,7 +128,7 @@ class ReuseExplanation:
         """`name=value` for the request log; `-` stands for none."""
         matched = ",".join(f"{group}:{number}" for group, number in self.matched_tokens.items())
         first_divergence = "-" if self.first_divergence is None else self.first_divergence
-        return [
+        fields = [
             f"cached_tokens={self.num_cached_tokens}",
             f"computed_tokens={self.num_computed_tokens}",
             f"reason={self.reason}",
@@ -116,10 +137,15 @@ class ReuseExplanation:
             f"limiting_group={self.limiting_group or '-'}",
             f"first_divergence={first_divergence}",
         ]
+        if self.load is not None:
+            fields.append(f"load={self.load.outcome}")
+            fields.append(f"loaded_tokens={self.load.num_tokens}")
+            fields.append(f"load_seconds={self.load.seconds:.4f}")
+        return fields
 
     def as_dict(self) -> dict[str, Any]:
         """The `milepost.reuse` object of a response."""
-        return {
+        fields: dict[str, Any] = {
             "prompt_tokens": self.num_prompt_tokens,
             "cached_tokens": self.num_cached_tokens,
             "computed_tokens": self.num_computed_tokens,
@@ -130,6 +156,14 @@ class ReuseExplanation:
             "first_divergence": self.first_divergence,
             "retokenized_at": self.retokenized_at,
         }
+        if self.load is not None:
+            fields["load"] = {
+                "outcome": self.load.outcome,
+                "tier": self.load.tier,
+                "tokens": self.load.num_tokens,
+                "seconds": round(self.load.seconds, 6),
+            }
+        return fields
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ into a stop string is held back, so nothing behind (or inside) a stop is ever se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class StopChecker:
@@ -43,7 +43,7 @@ class StopChecker:
             self.found = stop
             self._held = ""
             return buffer[: start + len(stop)] if self._include_stop else buffer[:start]
-        keep = self._undecided(buffer)
+        keep = undecided_suffix(buffer, self._stop)
         self._held = buffer[len(buffer) - keep :]
         return buffer[: len(buffer) - keep]
 
@@ -63,12 +63,13 @@ class StopChecker:
         _, start, stop = min(hits)
         return start, stop
 
-    def _undecided(self, buffer: str) -> int:
-        """Length of the longest end of `buffer` that begins a stop string."""
-        longest = 0
-        for stop in self._stop:
-            for length in range(min(len(stop) - 1, len(buffer)), longest, -1):
-                if buffer.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
+
+def undecided_suffix(buffer: str, needles: Iterable[str]) -> int:
+    """Length of the longest end of `buffer` that begins one of `needles` without being all of it."""
+    longest = 0
+    for needle in needles:
+        for length in range(min(len(needle) - 1, len(buffer)), longest, -1):
+            if buffer.endswith(needle[:length]):
+                longest = length
+                break
+    return longest
