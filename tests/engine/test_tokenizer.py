@@ -124,6 +124,39 @@ def test_an_eos_token_id_that_is_none_is_a_clear_error(tmp_path, value) -> None:
         Tokenizer.from_directory(tmp_path)
 
 
+@pytest.mark.parametrize("where", ["config.json", "text_config", "generation_config.json", "no config"])
+def test_an_eos_token_id_beyond_the_vocabulary_is_a_clear_error(tmp_path, where: str) -> None:
+    write_model_directory(tmp_path)
+    size = Tokenizer.from_directory(tmp_path).vocab_size
+    config, generation = {"vocab_size": size + 5}, {}
+    if where != "generation_config.json":
+        (tmp_path / "generation_config.json").unlink()
+    if where == "no config":
+        generation, config = {"eos_token_id": [2, size]}, {}
+    elif where == "generation_config.json":
+        generation = {"eos_token_id": [2, size + 5]}
+    else:
+        config["eos_token_id"] = size + 5
+    for name, values in (("generation_config.json", generation), ("config.json", config)):
+        if values:
+            wrapped = {"text_config": values} if where == "text_config" else values
+            (tmp_path / name).write_text(json.dumps(wrapped))
+    with pytest.raises(
+        CheckpointFileError, match=r"eos_token_id \d+ lies beyond the vocabulary of \d+ tokens"
+    ):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_an_eos_token_id_may_be_a_padding_row_or_stand_in_the_text_part(tmp_path) -> None:
+    """Embeddings are often larger than the tokenizer; multimodal configs keep the id inside."""
+    write_model_directory(tmp_path)
+    size = Tokenizer.from_directory(tmp_path).vocab_size
+    (tmp_path / "generation_config.json").unlink()
+    inside = {"vocab_size": size + 8, "eos_token_id": size + 2}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": inside}))
+    assert Tokenizer.from_directory(tmp_path).eos_token_ids == (2, size + 2)
+
+
 def test_other_kinds_of_tokenizers_are_refused_by_name() -> None:
     changed = spec()
     changed["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}

@@ -89,6 +89,9 @@ def header(value: Any, data: bytes = b"") -> bytes:
     return len(content).to_bytes(8, "little") + content + data
 
 
+SHARED = [("a", [0, 3]), ("b", [2, 5])]
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -109,6 +112,16 @@ def header(value: Any, data: bytes = b"") -> bytes:
         (
             header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, b"1234"),
             "truncated: tensor a",
+        ),
+        (
+            header(
+                {name: {"dtype": "U8", "shape": [3], "data_offsets": span} for name, span in SHARED}, b"12345"
+            ),
+            "corrupt: tensors a and b share bytes",
+        ),
+        (
+            header(b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":1}', b"12"),
+            "names 'a' twice",
         ),
     ],
 )

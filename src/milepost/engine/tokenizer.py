@@ -123,7 +123,15 @@ class Tokenizer:
                 f"{path}: no such file. A model directory needs tokenizer.json (the `tokenizers` format) or "
                 f"{tiktoken_file.FILE_NAME} next to config.json; no text becomes token ids without it"
             )
-        return cls(spec, settings, extra_eos_token_ids=_eos_ids_of_configs(directory))
+        tokenizer = cls(spec, settings, extra_eos_token_ids=_eos_ids_of_configs(directory))
+        limit = _declared_vocab_size(directory) or tokenizer.vocab_size
+        for token_id in tokenizer.eos_token_ids:
+            if token_id >= limit:
+                raise CheckpointFileError(
+                    f"{directory}: eos_token_id {token_id} lies beyond the vocabulary of {limit} tokens; "
+                    "correct it in generation_config.json, config.json or tokenizer_config.json"
+                )
+        return tokenizer
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text. A control token spelled out in `text` is encoded as ordinary characters.
@@ -319,11 +327,26 @@ def read_json(path: Path) -> dict[str, Any]:
     return parsed
 
 
+def _declared_vocab_size(directory: Path) -> int | None:
+    """Rows of the embedding as config.json has them; None if it says nothing usable."""
+    path = directory / "config.json"
+    size = _decoder_value(read_json(path), "vocab_size") if path.is_file() else None
+    return size if type(size) is int else None
+
+
+def _decoder_value(config: dict[str, Any], key: str) -> Any:
+    """From the top of a config, or from the text part of a multimodal one."""
+    if config.get(key) is not None:
+        return config[key]
+    text = config.get("text_config")
+    return text.get(key) if isinstance(text, dict) else None
+
+
 def _eos_ids_of_configs(directory: Path) -> list[int]:
     """generation_config.json decides if it names any; config.json otherwise."""
     for name in ("generation_config.json", "config.json"):
         path = directory / name
-        value = read_json(path).get("eos_token_id") if path.is_file() else None
+        value = _decoder_value(read_json(path), "eos_token_id") if path.is_file() else None
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(item) is int and item >= 0 for item in ids):
             raise CheckpointFileError(

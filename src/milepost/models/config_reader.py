@@ -12,14 +12,29 @@ from milepost.errors import CheckpointFileError, ConfigError
 _REQUIRED: Any = object()
 
 
+def unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An `object_pairs_hook`: of two values under one name none is chosen silently.
+
+    Raises:
+        ValueError: names the key that occurs twice.
+    """
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"it names {key!r} twice")
+        result[key] = value
+    return result
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in `path`.
 
     Raises:
-        CheckpointFileError: missing, unreadable, not JSON or not an object; names the file.
+        CheckpointFileError: missing, unreadable, not JSON, not an object, or an object in it has a name
+            twice; names the file.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unrepeated)
     except FileNotFoundError:
         raise CheckpointFileError(f"{path} does not exist; a model directory needs it") from None
     except (OSError, UnicodeDecodeError, ValueError) as error:
@@ -44,6 +59,17 @@ class ConfigReader:
 
     def has(self, key: str) -> bool:
         return self._values.get(key) is not None
+
+    def keys(self) -> list[str]:
+        """Those that are not null."""
+        return [key for key in self._values if self.has(key)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of the section."""
+        return dict(self._values)
+
+    def is_object(self, key: str) -> bool:
+        return isinstance(self._values.get(key), dict)
 
     def _get(self, key: str, default: Any) -> Any:
         value = self._values.get(key)

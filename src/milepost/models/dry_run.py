@@ -46,6 +46,7 @@ class CheckpointReport:
 class _HeaderReader(WeightReader):
     """Hands out tensors without memory."""
 
+    _reads_values = False
     num_tensors = 0
     num_values = 0
 

@@ -145,9 +145,11 @@ class HybridDecoder:
             self._residuals = AttentionResiduals(loader, spec, spec.attn_res_block_layers)
         self._norm = RmsNorm(loader, "norm", spec.hidden_size, spec.norm_eps, spec.norm_offset)
         head = self._embedding
+        head_loader = Loader(weights, kernels, dtype, PREFIXES[prefix])
         if not spec.tie_word_embeddings:
-            head_loader = Loader(weights, kernels, dtype, PREFIXES[prefix])
             head = head_loader.linear("lm_head", spec.hidden_size, spec.vocab_size)
+        elif head_loader.has("lm_head.weight"):
+            weights.must_repeat(head_loader.prefix + "lm_head.weight", prefix + _EMBEDDING)
         self._head = kernels.pack_linear(head)
 
     def forward(self, inputs: StepInputs, cache: CacheFields) -> torch.Tensor:

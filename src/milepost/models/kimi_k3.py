@@ -22,6 +22,8 @@ from milepost.models.kimi_linear import (
 from milepost.models.specs import MXFP4_GROUP, DecoderSpec, LatentSpec, MoeSpec, SituSpec
 
 MODEL_TYPE = "kimi_k3"
+TEXT_MODEL_TYPES = ("kimi_linear", "kimi_k3")
+"""Published configs name the text part after the older family."""
 VISION_PREFIXES = ("vision_tower.", "mm_projector.", "vision_model.", "multi_modal_projector.")
 MXFP4_FORMAT = "mxfp4-pack-quantized"
 _NORM_EPS = 1e-5
@@ -34,7 +36,7 @@ def parse_config(config: ConfigReader) -> DecoderSpec:
         ConfigError: a key is missing, has the wrong type or asks for something that is not
             implemented; names the key.
     """
-    text = text_section(config)
+    text = text_section(config, TEXT_MODEL_TYPES)
     refuse_unknown_routing(text)
     mixers = layer_mixers(text)
     moe = _moe(text)
@@ -95,10 +97,39 @@ def _moe(config: ConfigReader) -> MoeSpec | None:
 
 def _is_packed(config: ConfigReader) -> bool:
     """Whether the routed experts may be stored as 4-bit floats."""
+    if config.has("compression_config"):
+        raise ConfigError(config.field("compression_config"), "is not read; name it quantization_config")
     if not config.has("quantization_config"):
         return False
     section = config.section("quantization_config")
-    name = section.text("format")
-    if name != MXFP4_FORMAT:
-        raise ConfigError(section.field("format"), f"{name!r} is not supported; only {MXFP4_FORMAT!r} is")
+    section.must_equal("quant_method", "compressed-tensors", "other layouts of packed weights are not read")
+    _check_format(section, required=True)
+    for key in ("kv_cache_scheme", "sparsity_config"):
+        if section.has(key) and (not section.is_object(key) or section.section(key).keys()):
+            raise ConfigError(section.field(key), "is not supported; only weights of experts may be packed")
+    if section.has("config_groups"):
+        groups = section.section("config_groups")
+        for name in groups.keys():
+            _check_group(groups.section(name))
     return True
+
+
+def _check_format(section: ConfigReader, *, required: bool) -> None:
+    if required or section.has("format"):
+        name = section.text("format")
+        if name != MXFP4_FORMAT:
+            raise ConfigError(section.field("format"), f"{name!r} is not supported; only {MXFP4_FORMAT!r} is")
+
+
+def _check_group(group: ConfigReader) -> None:
+    """One entry of `config_groups`: 4-bit float weights, activations as they are."""
+    _check_format(group, required=False)
+    for key in ("input_activations", "output_activations"):
+        if group.has(key):
+            raise ConfigError(group.field(key), "is not supported; activations are not quantised here")
+    if group.has("weights"):
+        weights = group.section("weights")
+        why = f"packed weights are 4-bit floats in groups of {MXFP4_GROUP}"
+        weights.must_equal("num_bits", 4, why)
+        weights.must_equal("type", "float", why)
+        weights.must_equal("group_size", MXFP4_GROUP, why)

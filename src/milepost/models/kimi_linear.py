@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from milepost.errors import ConfigError
 from milepost.models.config_reader import ConfigReader
-from milepost.models.family_config import common_fields
+from milepost.models.family_config import (
+    common_fields,
+    refuse_quantization,
+    refuse_scaled_positions,
+    refuse_text_section,
+)
 from milepost.models.specs import (
     DecoderSpec,
     ExpertNames,
@@ -30,10 +35,12 @@ def parse_config(config: ConfigReader) -> DecoderSpec:
         ConfigError: a key is missing, has the wrong type or asks for something that is not
             implemented; names the key.
     """
+    refuse_text_section(config, MODEL_TYPE)
+    refuse_quantization(config, MODEL_TYPE)
     config.must_equal("hidden_act", "silu", "other activations belong to other families")
     config.must_equal("mla_use_output_gate", False, "gated attention output belongs to kimi_k3")
     config.must_equal("num_nextn_predict_layers", 0, "draft layers are not loaded")
-    for key in ("attn_res_block_size", "routed_expert_hidden_size", "quantization_config"):
+    for key in ("attn_res_block_size", "routed_expert_hidden_size"):
         if config.has(key):
             raise ConfigError(config.field(key), "is not supported for model_type kimi_linear")
     refuse_unknown_routing(config)
@@ -70,6 +77,7 @@ def refuse_unknown_routing(config: ConfigReader) -> None:
     config.must_equal("topk_group", 1, "group-limited routing is not implemented")
     config.must_equal("topk_method", "noaux_tc", "experts are chosen by score plus correction bias")
     config.must_equal("attention_bias", False, "the published projections have no bias")
+    refuse_scaled_positions(config)
 
 
 def layer_mixers(config: ConfigReader) -> list[Mixer]:
@@ -103,6 +111,10 @@ def _check_layer_types(config: ConfigReader, mixers: list[Mixer]) -> None:
         return
     names: dict[str, Mixer] = {"linear_attention": "kda", "full_attention": "mla"}
     kinds = config.values("layer_types")
+    if len(kinds) != len(mixers):
+        raise ConfigError(
+            config.field("layer_types"), f"has {len(kinds)} entries, num_hidden_layers is {len(mixers)}"
+        )
     for kind in kinds:
         if kind not in names:
             raise ConfigError(

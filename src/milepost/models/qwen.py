@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from milepost.errors import ConfigError
 from milepost.models.config_reader import ConfigReader
-from milepost.models.family_config import common_fields, text_section
+from milepost.models.family_config import (
+    common_fields,
+    refuse_quantization,
+    refuse_scaled_positions,
+    refuse_text_section,
+    same_where_both,
+    text_section,
+)
 from milepost.models.specs import DecoderSpec, ExpertNames, GdnSpec, GqaSpec, LayerSpec, Mixer, Mlp, MoeSpec
 
 NEXT_MODEL_TYPE = "qwen3_next"
@@ -28,6 +35,7 @@ def parse_next(config: ConfigReader) -> DecoderSpec:
         ConfigError: a key is missing, has the wrong type or asks for something that is not
             implemented; names the key.
     """
+    refuse_text_section(config, NEXT_MODEL_TYPE)
     moe = _moe(config, renormalize=config.boolean("norm_topk_prob", True))
     mlps = _next_mlps(config, moe)
     intermediate_size = config.integer("intermediate_size") if "dense" in mlps else 0
@@ -36,7 +44,8 @@ def parse_next(config: ConfigReader) -> DecoderSpec:
 
 def parse_dense(config: ConfigReader) -> DecoderSpec:
     """Qwen3.5 without experts; see `parse_next` for errors."""
-    text = text_section(config)
+    text = text_section(config, DENSE_MODEL_TYPES)
+    text.must_equal("num_experts", 0, "experts belong to model_type qwen3_5_moe")
     mlps: list[Mlp] = ["dense"] * text.integer("num_hidden_layers")
     return _decoder(
         text, DENSE_MODEL_TYPES[0], mlps, None, text.integer("intermediate_size"), interleaved=False
@@ -45,7 +54,11 @@ def parse_dense(config: ConfigReader) -> DecoderSpec:
 
 def parse_moe(config: ConfigReader) -> DecoderSpec:
     """Qwen3.5 with experts in every layer; see `parse_next` for errors."""
-    text = text_section(config)
+    text = text_section(config, MOE_MODEL_TYPES)
+    text.must_equal("mlp_only_layers", [], "every layer of this family has experts")
+    text.must_equal("decoder_sparse_step", 1, "every layer of this family has experts")
+    text.must_equal("norm_topk_prob", True, "the weights of the chosen experts add up to one")
+    text.integer("num_experts")
     mlps: list[Mlp] = ["moe"] * text.integer("num_hidden_layers")
     return _decoder(text, MOE_MODEL_TYPES[0], mlps, _moe(text, renormalize=True), 0, interleaved=False)
 
@@ -63,10 +76,8 @@ def _decoder(
     config.must_equal("attention_bias", False, "the published projections have no bias")
     config.must_equal("attn_output_gate", True, "attention without output gate belongs to other families")
     config.must_equal("use_sliding_window", False, "sliding windows are not implemented")
-    if config.has("quantization_config"):
-        raise ConfigError(
-            config.field("quantization_config"), f"is not supported for model_type {model_type}"
-        )
+    config.must_equal("mamba_ssm_dtype", "float32", "recurrent states are kept in fp32")
+    refuse_quantization(config, model_type)
     mixers = _layer_mixers(config)
     layers = tuple(LayerSpec(mixer, mlp) for mixer, mlp in zip(mixers, mlps, strict=True))
     return DecoderSpec(
@@ -107,6 +118,11 @@ def _layer_mixers(config: ConfigReader) -> list[Mixer]:
 def _next_mlps(config: ConfigReader, moe: MoeSpec | None) -> list[Mlp]:
     num_layers = config.integer("num_hidden_layers")
     dense = set(config.integers("mlp_only_layers")) if config.has("mlp_only_layers") else set()
+    for index in sorted(dense):
+        if not 0 <= index < num_layers:
+            raise ConfigError(
+                config.field("mlp_only_layers"), f"names layer {index}; layers are 0 to {num_layers - 1}"
+            )
     every = config.integer("decoder_sparse_step", 1)
     routed = [moe is not None and i not in dense and (i + 1) % every == 0 for i in range(num_layers)]
     return ["moe" if is_routed else "dense" for is_routed in routed]
@@ -159,18 +175,12 @@ def _gqa(config: ConfigReader) -> GqaSpec:
 def _rope(config: ConfigReader) -> tuple[float, float, str]:
     """Theta, rotated part of a head, and the field that gave the part.
 
-    `rope_parameters` holds both in newer configs, the top level in older ones. Sections for images
-    (`mrope_section`) do not matter: for text all three position ids are the same.
+    `rope_parameters` holds both in newer configs, the top level in older ones.
     """
-    for key in ("rope_parameters", "rope_scaling"):
-        if config.has(key):
-            section = config.section(key)
-            for kind in ("rope_type", "type"):
-                if section.has(kind) and section.text(kind) not in ("default", "mrope"):
-                    raise ConfigError(
-                        section.field(kind), f"{section.text(kind)!r} is not supported; only 'default' is"
-                    )
+    refuse_scaled_positions(config)
     rope = config.section("rope_parameters") if config.has("rope_parameters") else config
+    for key in ("rope_theta", "partial_rotary_factor"):
+        same_where_both(config, rope, key)
     theta_source = rope if rope.has("rope_theta") else config
     factor_source = rope if rope.has("partial_rotary_factor") else config
     theta = theta_source.positive_number("rope_theta")

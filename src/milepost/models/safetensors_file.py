@@ -10,10 +10,12 @@ import json
 import math
 import mmap
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from milepost.errors import CheckpointFileError
+from milepost.models.config_reader import unrepeated
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
@@ -79,12 +81,22 @@ class SafetensorsFile:
 
     def _read_entries(self) -> dict[str, TensorEntry]:
         try:
-            header = json.loads(self.mapping[_LENGTH_BYTES : self._header_end].decode("utf-8"))
-        except (UnicodeDecodeError, ValueError):
-            raise self._error("is no safetensors file: its header is not JSON") from None
+            text = self.mapping[_LENGTH_BYTES : self._header_end].decode("utf-8")
+            header = json.loads(text, object_pairs_hook=unrepeated)
+        except (UnicodeDecodeError, ValueError) as error:
+            raise self._error(f"is no safetensors file: its header is not JSON: {error}") from None
         if not isinstance(header, dict):
             raise self._error("is no safetensors file: its header is not a JSON object")
-        return {name: self._entry(name, value) for name, value in header.items() if name != "__metadata__"}
+        entries = {name: self._entry(name, value) for name, value in header.items() if name != "__metadata__"}
+        self._check_apart(entries)
+        return entries
+
+    def _check_apart(self, entries: dict[str, TensorEntry]) -> None:
+        """No byte belongs to two tensors."""
+        placed = sorted((entry.start, entry.end, name) for name, entry in entries.items())
+        for (_, end, name), (start, _, other) in pairwise(placed):
+            if start < end:
+                raise self._error(f"is corrupt: tensors {name} and {other} share bytes")
 
     def _entry(self, name: str, value: Any) -> TensorEntry:
         try:

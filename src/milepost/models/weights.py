@@ -33,6 +33,8 @@ Progress = Callable[[int, int], None]
 class WeightReader:
     """Hands out tensors by hub name and remembers which were asked for."""
 
+    _reads_values = True
+
     def __init__(
         self, directory: str | Path, *, progress: Progress | None = None, check_finite: bool = False
     ) -> None:
@@ -89,6 +91,13 @@ class WeightReader:
                     f"{shards[file_name].path} lacks tensor {name}, which {INDEX_FILE} puts into it"
                 )
             self._files[name] = shards[file_name]
+        for file in shards.values():
+            for name in file.entries:
+                if self._files.get(name, file) is not file:
+                    raise CheckpointFileError(
+                        f"{file.path} holds tensor {name} a second time; {INDEX_FILE} puts it into "
+                        f"{self._files[name].path.name}"
+                    )
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -162,6 +171,24 @@ class WeightReader:
             self._count(name)
             tensors[name] = stored
         return tensors
+
+    def must_repeat(self, name: str, other: str) -> None:
+        """Takes tensor `name` only to see that it is a copy of `other`.
+
+        Raises:
+            CheckpointFileError: it has another shape or dtype, or other values.
+        """
+        file, original = self._files[name], self._files[other]
+        entry, expected = file.entries[name], original.entries[other]
+        same = (entry.shape, entry.dtype) == (expected.shape, expected.dtype)
+        if same and self._reads_values:
+            same = torch.equal(_view(file, name), _view(original, other))
+        if not same:
+            raise CheckpointFileError(
+                f"{file.path}: tensor {name} is no copy of {other}, but tie_word_embeddings is true; "
+                "set it to false in config.json, or remove the tensor"
+            )
+        self._count(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """As stored.
