@@ -9,7 +9,7 @@ Which store, which bytes and which thread is not known here. All calls come betw
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from milepost.core.lease import Lease
@@ -141,6 +141,7 @@ class SegmentRecords:
         parent_key: chain key of the unit that ends at `start`; empty at 0.
         pages: per attention group, page ids of the segment's units.
         slots: per recurrent group, the slot of the state.
+        reason: why the checkpoint was made.
     """
 
     node: Node
@@ -149,6 +150,7 @@ class SegmentRecords:
     parent_key: bytes
     pages: list[list[int]]
     slots: list[int]
+    reason: str
 
     @property
     def key(self) -> bytes:
@@ -265,9 +267,9 @@ class Transfers:
 
     # -- out -----------------------------------------------------------------------------------
 
-    def begin_save(self, node: Node, stored_keys: frozenset[bytes] | set[bytes]) -> SegmentRecords | None:
+    def begin_save(self, node: Node, is_stored: Callable[[bytes], bool]) -> SegmentRecords | None:
         """Pin the checkpoint at `node` and say what belongs to it, back to the nearest one below whose
-        key is among `stored_keys`. None if it is not in the cache any more."""
+        key is stored. None if it is not in the cache any more. O(units of the segment)."""
         if node.states is None or self._cache.tree.index.get(node.key) is not node:
             return None
         pages: list[list[int]] = [[] for _ in self._cache.attention]
@@ -276,7 +278,7 @@ class Transfers:
             for table, page in zip(pages, current.pages, strict=True):
                 table.append(page)
             parent = current.parent
-            if parent is None or parent.is_root or parent.key in stored_keys:
+            if parent is None or parent.is_root or is_stored(parent.key):
                 break
             current = parent
         for table in pages:
@@ -286,7 +288,9 @@ class Transfers:
         parent_key = current.parent.key if start and current.parent is not None else b""
         self._cache.tree.pin(node)
         self._saving.append(node)
-        return SegmentRecords(node, start, node.depth * unit, parent_key, pages, list(node.states))
+        return SegmentRecords(
+            node, start, node.depth * unit, parent_key, pages, list(node.states), node.reason
+        )
 
     def end_save(self, records: SegmentRecords) -> None:
         """Nobody reads the records any more."""

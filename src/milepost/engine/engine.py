@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from milepost.core.metrics import CoreStats
 from milepost.core.plan import StepPlan, StepResult
@@ -40,8 +40,13 @@ from milepost.engine.messages import (
     OutputDelta,
     ReuseExplanation,
 )
+from milepost.engine.tiering import Tiering
 from milepost.engine.tokenizer import Tokenizer
 from milepost.errors import InvariantError, MilepostError, WorkerError
+
+if TYPE_CHECKING:
+    from milepost.engine.segments import SegmentCodec
+    from milepost.stores.tiers import Tiers
 
 T = TypeVar("T")
 
@@ -52,6 +57,8 @@ MAX_FAILED_STEPS_IN_A_ROW = 5
 STATS_INTERVAL_SECONDS = 0.1
 STATS_COST_FACTOR = 100
 """A snapshot visits every checkpoint; with very many it is taken less often, for at most 1 % of the time."""
+FLUSH_SECONDS = 15.0
+"""How long the end of the engine may wait for stores."""
 IDLE_STEP_WAIT_SECONDS = 0.002
 """Pause after a plan without work while requests are unfinished; new messages end it at once."""
 
@@ -128,6 +135,8 @@ class Engine:
         self._stats = _frozen(scheduler.stats())
         self._stats_due = 0.0
         self._needs_flush_step = False
+        self._tiering: Tiering | None = None
+        self._tiers: Tiers | None = None
         self.failure: str | None = None
 
     # ------------------------------------------------------------------ from any thread
@@ -138,6 +147,16 @@ class Engine:
             raise EngineError("the engine was started before")
         self._thread = threading.Thread(target=self._run, name="milepost-engine", daemon=True)
         self._thread.start()
+
+    def use_tiers(self, tiers: Tiers, codec: SegmentCodec) -> None:
+        """Load from and save to stores; before `start`. The engine closes them."""
+        self._tiers = tiers
+        self._tiering = Tiering(tiers, self._scheduler, codec, clock=self._clock, wake=self._notify)
+
+    @property
+    def tiering(self) -> Tiering | None:
+        """What goes to and comes from the stores; its numbers may be read from any thread."""
+        return self._tiering
 
     @property
     def is_healthy(self) -> bool:
@@ -198,7 +217,13 @@ class Engine:
             self._thread.join(timeout)
             if self._thread.is_alive():
                 raise EngineError(f"the engine thread did not stop within {timeout:g} s")
+        if self._tiers is not None:
+            self._tiers.close()
         self._worker.close()
+
+    def _notify(self) -> None:
+        with self._wake:
+            self._wake.notify()
 
     def _post(self, apply: Callable[[], None], if_dead: Callable[[], None] = _nothing) -> None:
         with self._wake:
@@ -240,6 +265,14 @@ class Engine:
             self._turn_red(f"{type(error).__name__}: {error}")
         finally:
             self._end_all()
+            self._save_rest()
+
+    def _save_rest(self) -> None:
+        """What was finished is to survive the process, if there is time."""
+        if self._tiering is None or self.failure is not None:
+            return
+        if not self._tiering.drain(FLUSH_SECONDS):
+            log.warning("%d checkpoints were not saved before the end", self._tiering.num_pending_saves)
 
     def _take_messages(self) -> bool:
         """Wait for work, then apply every message; False when the engine is to stop."""
@@ -253,12 +286,17 @@ class Engine:
             for message in messages:
                 message.apply()
             self._flush()
-            if self._has_work():
+            if self._tiering is not None:
+                self._tiering.turn()
+            if self._needs_step():
                 return True
             self._take_stats()
 
-    def _has_work(self) -> bool:
+    def _needs_step(self) -> bool:
         return self._scheduler.has_unfinished_requests or self._needs_flush_step or self._auditor.has_work
+
+    def _has_work(self) -> bool:
+        return self._needs_step() or (self._tiering is not None and self._tiering.has_work)
 
     def step(self) -> None:
         """One turn of the loop."""
@@ -272,16 +310,17 @@ class Engine:
         self._deliver(updates)
         if self._failed_steps >= MAX_FAILED_STEPS_IN_A_ROW:
             raise WorkerError(f"{self._failed_steps} steps failed in a row, the last with {result.error}")
-        if not self._has_work() or self._clock() >= self._stats_due:
+        if not self._needs_step() or self._clock() >= self._stats_due:
             self._take_stats()
         if not plan.chunks and self._scheduler.has_unfinished_requests:
             with self._wake:
-                if not (self._inbox or self._stopping):
+                if not (self._inbox or self._stopping or (self._tiering and self._tiering.has_work)):
                     self._wake.wait(IDLE_STEP_WAIT_SECONDS)
 
     def _execute(self, plan: StepPlan) -> StepResult:
         if not (plan.chunks or plan.started or plan.finished or plan.copies or plan.discards):
             return StepResult(plan.step_id, [])
+        begun = self._clock()
         try:
             result = self._worker.execute(plan)
         except Exception as error:
@@ -290,6 +329,8 @@ class Engine:
             return StepResult(plan.step_id, [], f"{type(error).__name__}: {error}")
         if plan.chunks:
             self._failed_steps = 0
+        if self._tiering is not None:
+            self._tiering.note_step(plan, self._clock() - begun)
         return result
 
     def _take_stats(self) -> None:
@@ -330,6 +371,8 @@ class Engine:
         except MilepostError as error:
             sink(Failed(error))
             return
+        if self._tiering is not None:
+            self._tiering.consider(scheduler.requests[request_id])
         self._answers[request_id] = Answer(request_id, request, sink, self._tokenizer, submitted_at)
         self._limit.began(submitted_at)
         sink(Accepted())
@@ -357,7 +400,7 @@ class Engine:
             delta = answer.advance(update)
             if update.reuse is not None and answer.reuse is None:
                 request = answer.request
-                answer.reuse = self._explainer.explain(request.domain, request.prompt_token_ids, update.reuse)
+                answer.reuse = self._explain(request, update)
                 delta.reuse = answer.reuse
                 if answer.reuse.num_cached_tokens:
                     self._auditor.saw_hit()
@@ -371,6 +414,13 @@ class Engine:
             if delta.tokens or delta.finish_reason or delta.reuse:
                 answer.sink(delta)
         self._flush()
+
+    def _explain(self, request: GenerationRequest, update: RequestUpdate) -> ReuseExplanation:
+        if update.reuse is None:
+            raise ValueError(f"request {update.request_id} was not admitted")
+        reuse = self._explainer.explain(request.domain, request.prompt_token_ids, update.reuse)
+        note = self._tiering.take_note(update.request_id) if self._tiering is not None else None
+        return dataclasses.replace(reuse, load=note) if note is not None else reuse
 
     def _finish(self, answer: Answer, update: RequestUpdate, delta: OutputDelta) -> None:
         if update.finish_reason is None:

@@ -1,0 +1,412 @@
+"""Between the engine and the stores: what to look up, what to load, what to save, and how long to wait.
+
+Everything here runs in the engine thread, except what is handed to the tiers as a callback; those put
+an event into a queue (or fill records that belong to them) and return. A store can be slow, full or gone:
+requests are then computed as if it were not there.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from milepost.core import reasons
+from milepost.core.admission import fits
+from milepost.core.plan import StepPlan
+from milepost.core.queues import is_background
+from milepost.core.request import Request, RequestStatus
+from milepost.core.scheduler import Scheduler
+from milepost.core.transfers import (
+    Outlook,
+    Restore,
+    SegmentRecords,
+    StoredCheckpoint,
+    TransferCost,
+    choose_segments,
+)
+from milepost.core.tree import Node
+from milepost.core.units import floor_div
+from milepost.engine.messages import LoadNote
+from milepost.engine.segments import SegmentCodec
+from milepost.stores.port import StoredSegment
+
+if TYPE_CHECKING:
+    from milepost.stores.tiers import Found, Tiers
+
+log = logging.getLogger("milepost.engine")
+
+INITIAL_SECONDS_PER_TOKEN = 1 / 4000
+"""Until prefill speed was measured: low, so that a load must be clearly worth it."""
+SPEED_SMOOTHING = 0.2
+MIN_MEASURED_TOKENS = 16
+"""Steps with fewer rows say little about prefill."""
+MAX_KNOWN_KEYS = 1 << 18
+SAVING_SHARE = 8
+"""At most a part in so many of the cache is pinned by saves (but always one segment)."""
+SAVES_PER_TURN = 8
+MAX_PENDING_SAVES = 4096
+"""Checkpoints that wait for a slow store; the oldest are given up beyond that."""
+
+LOADED, NOT_FOUND, SOONER_COMPUTED = "loaded", "not_found", "sooner_computed"
+TOO_LATE, FAILED, NO_ROOM, UNUSABLE = "too_late", "failed", "no_room", "unusable"
+
+
+@dataclass(slots=True)
+class _Lookup:
+    """A waiting request and what the stores have for it."""
+
+    request: Request
+    outlook: Outlook
+    begun_at: float
+    deadline: float
+    found: dict[int, Found] = field(default_factory=dict)
+    offers: list[StoredCheckpoint] = field(default_factory=list)
+    is_ready: bool = False
+    restore: Restore | None = None
+    note: LoadNote | None = None
+
+
+class Tiering:
+    """Loads for waiting requests, saves of new checkpoints.
+
+    Args:
+        clock: seconds, monotonic; the engine's own.
+        wake: ends the engine's wait; called from threads of the tiers.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        scheduler: Scheduler,
+        codec: SegmentCodec,
+        *,
+        clock: Callable[[], float],
+        wake: Callable[[], None],
+    ) -> None:
+        self._tiers = tiers
+        self._scheduler = scheduler
+        self._transfers = scheduler.transfers
+        self._codec = codec
+        self._clock = clock
+        self._wake = wake
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lookups: dict[int, _Lookup] = {}
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._pending: deque[tuple[Node, float]] = deque()
+        self._saving: dict[bytes, SegmentRecords] = {}
+        self._saving_bytes = 0
+        self._is_blocked = False
+        self._num_restores = 0
+        self._seconds_per_token = INITIAL_SECONDS_PER_TOKEN
+        cache = scheduler.cache
+        self._unit = cache.match_unit
+        self._max_saving_bytes = floor_div(cache.memory.budget_bytes, SAVING_SHARE)
+        self._decode_interval = cache.config.decode_interval
+        self.outcomes: Counter[str] = Counter()
+        """Lookups by how they ended."""
+        self.num_loaded_tokens = 0
+        self.num_unsaved = 0
+        """Checkpoints that were gone, or refused, before they were saved."""
+        cache.tree.listeners.append(self)
+
+    # -- for the engine ------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `turn` has something to do without a new step."""
+        return not self._events.empty() or (bool(self._pending) and self._may_save())
+
+    def consider(self, request: Request) -> None:
+        """A request was added: ask the stores for what the cache lacks, and hold it back meanwhile."""
+        if is_background(request):
+            return
+        outlook = self._transfers.outlook(request)
+        if outlook is None:
+            return
+        now = self._clock()
+        patience = self._cost(0).computing_seconds(len(outlook.keys) * self._unit)
+        lookup = _Lookup(request, outlook, now, now + patience)
+        self._lookups[request.request_id] = lookup
+        self._transfers.hold(request.request_id)
+        future = self._tiers.find(outlook.keys, deadline_seconds=patience)
+        future.add_done_callback(lambda done: self._put(lambda: self._take_found(lookup, done)))
+
+    def turn(self) -> None:
+        """Between two steps: apply what arrived, start loads there is room for, give up late ones, save."""
+        self._apply_events()
+        now = self._clock()
+        has_room = True
+        for request_id, lookup in tuple(self._lookups.items()):
+            if lookup.request.status is not RequestStatus.WAITING:
+                if lookup.note is None and lookup.restore is None:
+                    self._end(lookup, TOO_LATE)
+                if lookup.request.status is RequestStatus.FINISHED:
+                    del self._lookups[request_id]
+            elif lookup.is_ready:
+                has_room = has_room and self._try_begin(lookup, now)
+            elif lookup.note is None and now >= lookup.deadline:
+                self._end(lookup, TOO_LATE)
+        self._save_some()
+
+    def note_step(self, plan: StepPlan, seconds: float) -> None:
+        """Learn what computing a token costs."""
+        if plan.num_tokens >= MIN_MEASURED_TOKENS:
+            measured = seconds / plan.num_tokens
+            self._seconds_per_token += SPEED_SMOOTHING * (measured - self._seconds_per_token)
+
+    def take_note(self, request_id: int) -> LoadNote | None:
+        """What became of the lookup of a request that was admitted or has ended."""
+        lookup = self._lookups.pop(request_id, None)
+        return lookup.note if lookup is not None else None
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self._seconds_per_token
+
+    @property
+    def save_lag_seconds(self) -> float:
+        """Age of the oldest checkpoint that is not saved yet."""
+        waiting = [since for _, since in self._pending]
+        oldest = min(waiting, default=None)
+        in_queue = self._tiers.oldest_pending_seconds
+        return max(in_queue, 0.0 if oldest is None else self._clock() - oldest)
+
+    @property
+    def num_pending_saves(self) -> int:
+        return len(self._pending) + len(self._saving)
+
+    def drain(self, timeout_seconds: float) -> bool:
+        """Save everything that waits, as long as time is left; whether all is saved."""
+        deadline = self._clock() + timeout_seconds
+        while True:
+            self._apply_events()
+            self._save_some(limit=MAX_PENDING_SAVES)
+            left = deadline - self._clock()
+            if not self._saving and not self._pending:
+                return True
+            if left <= 0:
+                return False
+            try:
+                self._events.get(timeout=min(left, 0.05))()
+            except queue.Empty:
+                continue
+
+    def settle(self, timeout_seconds: float) -> bool:
+        """Wait until nobody reads or writes records any more (before some are dropped by force)."""
+        deadline = self._clock() + timeout_seconds
+        while self._saving or self._num_restores:
+            left = deadline - self._clock()
+            if left <= 0:
+                return False
+            try:
+                self._events.get(timeout=left)()
+            except queue.Empty:
+                return False
+        return True
+
+    # -- in ------------------------------------------------------------------------------------
+
+    def _put(self, event: Callable[[], None]) -> None:
+        """From any thread."""
+        self._events.put(event)
+        self._wake()
+
+    def _apply_events(self) -> None:
+        while True:
+            try:
+                event = self._events.get_nowait()
+            except queue.Empty:
+                return
+            event()
+
+    def _cost(self, tier: int) -> TransferCost:
+        return TransferCost(
+            seconds_per_token=self._seconds_per_token,
+            seconds_per_byte=1 / self._tiers.load_bytes_per_second(tier),
+            seconds_per_load=self._tiers.load_latency_seconds(tier),
+        )
+
+    def _take_found(self, lookup: _Lookup, done: Future[list[Found | None]]) -> None:
+        if lookup.note is not None:
+            return
+        keys = lookup.request.chain.keys if lookup.request.chain is not None else []
+        first = floor_div(lookup.outlook.hit_position, self._unit)
+        num_foreign = 0
+        for index, found in enumerate(done.result()):
+            if found is None:
+                self._known.pop(keys[first + index], None)
+                continue
+            stored = self._codec.checkpoint(found.header, keys, first + index + 1)
+            if stored is None:
+                num_foreign += 1
+                continue
+            lookup.found[stored.position] = found
+            lookup.offers.append(stored)
+        if not lookup.offers:
+            self._end(lookup, UNUSABLE if num_foreign else NOT_FOUND)
+            return
+        lookup.is_ready = True
+        self._try_begin(lookup, self._clock())
+
+    def _try_begin(self, lookup: _Lookup, now: float) -> bool:
+        """Start the load if the request could run; else leave it in the queue, and return False."""
+        request, scheduler = lookup.request, self._scheduler
+        chain = request.chain
+        has_room = chain is not None and len(scheduler.running) < scheduler.config.max_num_seqs
+        if chain is not None and has_room:
+            match = scheduler.cache.match(chain, request.num_tokens)
+            has_room = fits(scheduler.cache, request, match, scheduler.running, self._transfers)
+        if not has_room:
+            self._transfers.lift(request.request_id)
+            return False
+        outlook = self._transfers.outlook(request)
+        chosen = [] if outlook is None else choose_segments(lookup.offers, outlook, self._slowest(lookup))
+        if outlook is None or not chosen:
+            self._end(lookup, SOONER_COMPUTED if self._is_linked(lookup) else UNUSABLE)
+            return True
+        restore = self._transfers.begin(request, chosen, now)
+        if restore is None:
+            self._end(lookup, NO_ROOM)
+            return True
+        self._num_restores += 1
+        lookup.restore, lookup.is_ready, lookup.outlook = restore, False, outlook
+        self._transfers.hold(request.request_id)
+        gained = chosen[-1].position - outlook.hit_position
+        lookup.deadline = now + self._seconds_per_token * gained
+        wanted = [lookup.found[stored.position] for stored in chosen]
+        future = self._tiers.load(wanted, deadline_seconds=lookup.deadline - now)
+        future.add_done_callback(lambda done: self._fill(lookup, restore, done))
+        return True
+
+    def _slowest(self, lookup: _Lookup) -> TransferCost:
+        """Cost of loading from the slowest tier that has a part of it."""
+        return self._cost(max(found.tier for found in lookup.found.values()))
+
+    def _is_linked(self, lookup: _Lookup) -> bool:
+        """Whether some offer could be used if time did not matter; forgets keys whose chain is broken."""
+        free = TransferCost(1.0, 0.0, 0.0)
+        outlook = self._transfers.outlook(lookup.request) or lookup.outlook
+        if choose_segments(lookup.offers, outlook, free):
+            return True
+        for found in lookup.found.values():
+            self._known.pop(found.header.key, None)
+            self._known.pop(found.header.parent_key, None)
+        return False
+
+    def _fill(self, lookup: _Lookup, restore: Restore, done: Future[list[StoredSegment | None]]) -> None:
+        """In a thread of the tiers: the records belong to `restore` until it is finished."""
+        num_written = 0
+        try:
+            for target, segment in zip(restore.segments, done.result(), strict=True):
+                if segment is None:
+                    break
+                self._codec.decode_into(segment, target)
+                num_written += 1
+        except Exception:
+            log.exception("a loaded segment could not be used; its request is computed")
+        written = num_written
+        self._put(lambda: self._finish(lookup, restore, written))
+
+    def _finish(self, lookup: _Lookup, restore: Restore, num_written: int) -> None:
+        position = self._transfers.finish(restore, num_written, self._clock())
+        for segment in restore.segments[:num_written]:
+            self._know(restore.lease.chain.keys[floor_div(segment.stored.position, self._unit) - 1])
+        lookup.restore = None
+        self._num_restores -= 1
+        num_tokens = max(0, position - lookup.outlook.hit_position)
+        self.num_loaded_tokens += num_tokens
+        if lookup.note is None:
+            tier = self._tiers.names[max(lookup.found[s.stored.position].tier for s in restore.segments)]
+            self._end(lookup, LOADED if num_tokens else FAILED, num_tokens, tier)
+
+    def _end(self, lookup: _Lookup, outcome: str, num_tokens: int = 0, tier: str = "") -> None:
+        seconds = self._clock() - lookup.begun_at
+        lookup.note = LoadNote(outcome, tier, num_tokens, seconds)
+        lookup.is_ready = False
+        self.outcomes[outcome] += 1
+        self._transfers.lift(lookup.request.request_id)
+
+    # -- out: what the tree tells ----------------------------------------------------------------
+
+    def checkpoint_added(self, node: Node) -> None:
+        position = node.depth * self._unit
+        is_passing = node.reason == reasons.DECODE and (
+            not self._decode_interval or position % self._decode_interval != 0
+        )
+        if not is_passing:
+            self._enqueue(node)
+
+    def checkpoint_removed(self, node: Node) -> None:
+        """Nothing to do: a save of what is gone finds out."""
+
+    def path_ended(self, node: Node) -> None:
+        if node.states is not None:
+            self._enqueue(node)
+
+    def _enqueue(self, node: Node) -> None:
+        if self._is_stored(node.key):
+            return
+        self._pending.append((node, self._clock()))
+        if len(self._pending) > MAX_PENDING_SAVES:
+            self._pending.popleft()
+            self.num_unsaved += 1
+
+    def _is_stored(self, key: bytes) -> bool:
+        """In a store, or on its way: what is saved next may build on it."""
+        return key in self._known or key in self._saving
+
+    def _may_save(self) -> bool:
+        return not self._is_blocked and (not self._saving or self._saving_bytes < self._max_saving_bytes)
+
+    def _save_some(self, limit: int = SAVES_PER_TURN) -> None:
+        num_begun = 0
+        while self._pending and self._may_save() and num_begun < limit:
+            node, since = self._pending.popleft()
+            if self._is_stored(node.key):
+                continue
+            records = self._transfers.begin_save(node, self._is_stored)
+            if records is None:
+                self.num_unsaved += 1
+                continue
+            segment = self._codec.encode(records)
+            self._saving[node.key] = records
+            self._saving_bytes += segment.header.payload_bytes
+            if not self._tiers.save(segment, self._reporter(records, segment.header.payload_bytes)):
+                self._unpin(records, segment.header.payload_bytes)
+                if self._saving:
+                    self._is_blocked = True
+                    self._pending.appendleft((node, since))
+                else:
+                    self.num_unsaved += 1  # larger than the whole queue
+                return
+            num_begun += 1
+
+    def _reporter(self, records: SegmentRecords, num_bytes: int) -> Callable[[bool], None]:
+        return lambda ok: self._put(lambda: self._saved(records, num_bytes, ok))
+
+    def _saved(self, records: SegmentRecords, num_bytes: int, ok: bool) -> None:
+        self._is_blocked = False
+        self._unpin(records, num_bytes)
+        if not ok:
+            self.num_unsaved += 1
+        elif records.start and records.parent_key not in self._known:
+            # What it builds on was not saved: it is of no use alone.
+            self._enqueue(records.node)
+        else:
+            self._know(records.key)
+
+    def _unpin(self, records: SegmentRecords, num_bytes: int) -> None:
+        del self._saving[records.key]
+        self._saving_bytes -= num_bytes
+        self._transfers.end_save(records)
+
+    def _know(self, key: bytes) -> None:
+        self._known[key] = None
+        self._known.move_to_end(key)
+        if len(self._known) > MAX_KNOWN_KEYS:
+            self._known.popitem(last=False)
