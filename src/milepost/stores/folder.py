@@ -1,0 +1,335 @@
+"""A folder of segment files that several processes share: layout, lock, and the ledger of its bytes.
+
+    <root>/.milepost                        lock and ledger
+    <root>/<fingerprint>/<hh>/<name>        one object; name = SHA-256 of shard and key, hh = its first digits
+    <root>/<fingerprint>/<hh>/.<name>.<n>.tmp    an object that is being written
+
+Readers need no lock: a file appears whole by its rename, and stays readable for who has it open. Writers
+hold the lock while they change what the folder contains, not while they write bytes. A file that is being
+written has its full length from the start, so the ledger counts bytes before they are on the disk, and
+gives them back after they are gone: at no moment are there more than it says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import stat
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from milepost.errors import StoreError
+from milepost.stores.objects import Deadline
+
+LEDGER_NAME = ".milepost"
+BLOCK_BYTES = 4096
+"""Files are counted in whole blocks, as a disk does."""
+
+_LEDGER = struct.Struct("<8sQQ")
+_CHECKSUM = struct.Struct("<I")
+_LEDGER_MAGIC = b"MPLEDGR1"
+_OBJECT_PATH = re.compile(r"[0-9a-f]{8,128}/([0-9a-f]{2})/\1[0-9a-f]{62}")
+_TEMPORARY_PATH = re.compile(r"[0-9a-f]{8,128}/[0-9a-f]{2}/\.[0-9a-f]{64}\.[0-9a-f]+\.tmp")
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class LockTimeoutError(StoreError):
+    """Another process held the lock for too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFile:
+    """Attributes:
+    path: relative to the root; it is the name in indexes too.
+    num_bytes: in whole blocks.
+    used_ns: modification time, which stands for the last use.
+    """
+
+    path: str
+    num_bytes: int
+    used_ns: int
+
+
+def disk_bytes(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def object_path(fingerprint: str, shard: tuple[int, int], key: bytes) -> str:
+    name = sha256(struct.pack("<II", *shard) + key).hexdigest()
+    return f"{fingerprint}/{name[:2]}/{name}"
+
+
+class SegmentFolder:
+    """Opens the folder, and makes it if it is not there.
+
+    Raises:
+        StoreError: a folder that others could read or change, or that holds something else.
+    """
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
+        self._thread_lock = threading.Lock()
+        self._lock_fd = -1
+        self.total_bytes = 0
+        """What the ledger said when the lock was held last."""
+        self.generation = 0
+        """Changes so far, by all processes."""
+        self._prepare()
+
+    def close(self) -> None:
+        with self._thread_lock:
+            if self._lock_fd >= 0:
+                os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def absolute(self, path: str) -> str:
+        return f"{self.root}/{path}"
+
+    # ------------------------------------------------------------ opening
+
+    def _prepare(self) -> None:
+        try:
+            self.root.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.root, 0o700)
+            self._check_root()
+            self._open_ledger()
+        except OSError as error:
+            raise StoreError(f"{self.root}: {error.strerror or error}") from error
+
+    def _check_root(self) -> None:
+        found = os.lstat(self.root)
+        if stat.S_ISLNK(found.st_mode):
+            raise StoreError(f"{self.root} is a symbolic link; give the folder it points to")
+        if not stat.S_ISDIR(found.st_mode):
+            raise StoreError(f"{self.root} is not a folder")
+        if found.st_uid != os.geteuid():
+            raise StoreError(
+                f"{self.root} belongs to user {found.st_uid}; cached prompts need a folder of yours"
+            )
+        if found.st_mode & 0o022:
+            raise StoreError(f"{self.root} can be written by others; run: chmod go-w {self.root}")
+        names = os.listdir(self.root)
+        if names and LEDGER_NAME not in names:
+            raise StoreError(f"{self.root} holds other files; give a new or empty folder")
+
+    def _open_ledger(self) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._lock_fd = os.open(self.root / LEDGER_NAME, flags, 0o600)
+
+    # ------------------------------------------------------------ the lock
+
+    @contextlib.contextmanager
+    def locked(self, deadline: Deadline) -> Iterator[None]:
+        """Nobody else changes the folder meanwhile.
+
+        Raises:
+            LockTimeoutError: the lock was not free before the deadline.
+        """
+        if not self._thread_lock.acquire(timeout=deadline.remaining_seconds):
+            raise LockTimeoutError(f"{self.root}: another thread holds the lock")
+        try:
+            self._take_file_lock(deadline)
+            try:
+                self._read_ledger()
+                yield
+            finally:
+                fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+        finally:
+            self._thread_lock.release()
+
+    def _take_file_lock(self, deadline: Deadline) -> None:
+        pause = 0.0005
+        while True:
+            if self._lock_fd < 0:
+                raise StoreError(f"{self.root}: the store is closed")
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self._is_current():
+                    return
+                # Somebody removed the folder: ours is another file by now, or none.
+                os.close(self._lock_fd)
+                self._lock_fd = -1
+                self._prepare()
+                continue
+            if deadline.passed:
+                raise LockTimeoutError(f"{self.root}: another process holds the lock")
+            time.sleep(min(pause, deadline.remaining_seconds))
+            pause = min(2 * pause, 0.02)
+
+    def _is_current(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._lock_fd), os.stat(self.root / LEDGER_NAME))
+        except OSError:
+            return False
+
+    def _read_ledger(self) -> None:
+        data = os.pread(self._lock_fd, _LEDGER.size + _CHECKSUM.size, 0)
+        if len(data) == _LEDGER.size + _CHECKSUM.size:
+            magic, total_bytes, generation = _LEDGER.unpack_from(data)
+            (checksum,) = _CHECKSUM.unpack_from(data, _LEDGER.size)
+            if magic == _LEDGER_MAGIC and checksum == zlib.crc32(data[: _LEDGER.size]):
+                self.total_bytes, self.generation = total_bytes, generation
+                return
+        # New, or torn by a loss of power: the folder itself knows.
+        self.scan()
+
+    def _write_ledger(self, total_bytes: int) -> None:
+        self.total_bytes, self.generation = max(0, total_bytes), self.generation + 1
+        data = _LEDGER.pack(_LEDGER_MAGIC, self.total_bytes, self.generation)
+        os.pwrite(self._lock_fd, data + _CHECKSUM.pack(zlib.crc32(data)), 0)
+
+    # ------------------------------------------------------------ changes, with the lock held
+
+    def scan(self) -> list[FoundFile]:
+        """All objects, in no order. Removes what writers that died left, and puts the ledger right."""
+        found: list[FoundFile] = []
+        total_bytes = 0
+        for entry, path in self._files():
+            try:
+                info = entry.stat(follow_symlinks=False)
+                if _TEMPORARY_PATH.fullmatch(path):
+                    if not self._remove_if_stale(path):
+                        total_bytes += disk_bytes(info.st_size)
+                elif _OBJECT_PATH.fullmatch(path) and stat.S_ISREG(info.st_mode):
+                    found.append(FoundFile(path, disk_bytes(info.st_size), info.st_mtime_ns))
+                    total_bytes += found[-1].num_bytes
+            except FileNotFoundError:
+                continue
+        self._write_ledger(total_bytes)
+        return found
+
+    def _files(self) -> Iterator[tuple[os.DirEntry[str], str]]:
+        for first in _scandir(self.root):
+            if first.is_dir(follow_symlinks=False):
+                for second in _scandir(first.path):
+                    if second.is_dir(follow_symlinks=False):
+                        for entry in _scandir(second.path):
+                            yield entry, f"{first.name}/{second.name}/{entry.name}"
+
+    def _remove_if_stale(self, path: str) -> bool:
+        # A living writer holds a lock on its file; process numbers would be reused.
+        fd = os.open(self.absolute(path), _READ_FLAGS)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(self.absolute(path))
+            return True
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(fd)
+
+    def create(self, path: str, num_bytes: int) -> tuple[int, str]:
+        """A file to write the object of `path` into: its descriptor and its path; counted from now on."""
+        folder, _, name = path.rpartition("/")
+        temporary = f"{folder}/.{name}.{secrets.token_hex(8)}.tmp"
+        self._write_ledger(self.total_bytes + disk_bytes(num_bytes))
+        fd = -1
+        try:
+            for part in (folder.partition("/")[0], folder):
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(self.absolute(part), 0o700)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            fd = os.open(self.absolute(temporary), flags, 0o600)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(fd, num_bytes)
+        except OSError:
+            if fd >= 0:
+                os.close(fd)
+                os.unlink(self.absolute(temporary))
+            self._write_ledger(self.total_bytes - disk_bytes(num_bytes))
+            raise
+        return fd, temporary
+
+    def publish(self, temporary: str, path: str) -> None:
+        """The finished file takes its name; what had the name is gone."""
+        replaced = self._size_of(path)
+        os.rename(self.absolute(temporary), self.absolute(path))
+        if replaced:
+            self._write_ledger(self.total_bytes - replaced)
+
+    def unlink(self, path: str) -> int:
+        """Remove a file; the bytes it gave back."""
+        num_bytes = self._size_of(path)
+        try:
+            os.unlink(self.absolute(path))
+        except FileNotFoundError:
+            return 0
+        self._write_ledger(self.total_bytes - num_bytes)
+        return num_bytes
+
+    def _size_of(self, path: str) -> int:
+        found = self.find(path)
+        return found.num_bytes if found else 0
+
+    # ------------------------------------------------------------ without the lock
+
+    def find(self, path: str) -> FoundFile | None:
+        try:
+            info = os.lstat(self.absolute(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return FoundFile(path, disk_bytes(info.st_size), info.st_mtime_ns)
+
+    def open(self, path: str) -> int | None:
+        """A descriptor to read from; None if there is no such file."""
+        try:
+            return os.open(self.absolute(path), _READ_FLAGS)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def mark_used(self, path: str, used_ns: int) -> bool:
+        """Whether the file is there; its modification time says from now on when it was used last.
+
+        Not the access time: reading for a backup or a check would change that one.
+        """
+        try:
+            os.utime(self.absolute(path), ns=(used_ns, used_ns), follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def sync(self, path: str) -> None:
+        """The names in the folder of `path` survive a loss of power from now on."""
+        fd = os.open(os.path.dirname(self.absolute(path)), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _scandir(path: str | Path) -> Iterator[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as entries:
+            yield from entries
+    except FileNotFoundError:
+        return
+
+
+def write_all(fd: int, piece: memoryview, check: Callable[[], None], chunk_bytes: int = 8 << 20) -> None:
+    """Write a view, calling `check` between chunks."""
+    offset = 0
+    while offset < piece.nbytes:
+        check()
+        offset += os.write(fd, piece[offset : offset + chunk_bytes])
+
+
+def read_all(fd: int, target: memoryview, offset: int, check: Callable[[], None]) -> int:
+    """Fill `target` from `offset` of the file on; how many bytes there were."""
+    done = 0
+    while done < target.nbytes:
+        check()
+        count = os.preadv(fd, [target[done : done + (8 << 20)]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
