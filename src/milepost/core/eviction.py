@@ -6,6 +6,7 @@ from heapq import heappop, heappush
 
 from milepost.core import reasons
 from milepost.core.geometry import CacheGeometry
+from milepost.core.losses import LostCheckpoints
 from milepost.core.memory import Memory
 from milepost.core.metrics import CacheCounters
 from milepost.core.retention import SegmentRecord, eviction_rank
@@ -39,6 +40,7 @@ class Evictor:
         self._checkpoint_bytes = geometry.checkpoint_bytes
         self.counters = counters
         self.reuse = ReuseModel()
+        self.losses = LostCheckpoints()
         self._heap: list[tuple[tuple[bool, float], int, Node, float]] = []
         self._changed: dict[bytes, Node] = {}
         self._num_ranked = 0
@@ -95,9 +97,7 @@ class Evictor:
             if node.states is not None:
                 self._free_state(node, "condemned")
                 num_checkpoints += 1
-            for pool, page in enumerate(self.tree.remove_leaf(node)):
-                if page >= 0:
-                    self.memory.release(pool, page)
+            self._remove_unit(node, "condemned")
         self.counters.evicted_bytes += len(order) * self._unit_bytes
         self.counters.num_evicted_tokens += len(order) * self.geometry.match_unit
         return num_checkpoints
@@ -120,8 +120,10 @@ class Evictor:
             key=lambda a: (eviction_rank(self._record(a, now)), -a.depth),
         )
         for victim in candidates[: max(0, excess)]:
-            self.counters.refusals[reasons.REFUSED_STATES_PER_PATH, victim.reason] += 1
+            reason = victim.reason
+            self.counters.refusals[reasons.REFUSED_STATES_PER_PATH, reason] += 1
             self._free_state(victim, "merge")
+            self.losses.remember(victim.key, reasons.REFUSED_STATES_PER_PATH, reason)
 
     def _rank_all(self, now: float) -> None:
         self._heap = []
@@ -177,6 +179,14 @@ class Evictor:
             self.memory.release(self.geometry.num_attention_groups + index, slot)
         self.counters.evictions[move, reason] += 1
         self.counters.evicted_bytes += self._checkpoint_bytes
+        self.losses.remember(node.key, move, reason)
+
+    def _remove_unit(self, node: Node, move: str) -> None:
+        for pool, page in enumerate(self.tree.remove_leaf(node)):
+            if page >= 0:
+                self.memory.release(pool, page)
+        if not self.geometry.recurrent:
+            self.losses.remember(node.key, move, reasons.INTERVAL)
 
     def _drop_tail(self, node: Node, move: str, reason: str) -> None:
         """Remove `node` and its ancestors as far as nothing else needs their pages."""
@@ -186,9 +196,7 @@ class Evictor:
             if current.children or current.states is not None or current.pins:
                 break
             parent = current.parent
-            for pool, page in enumerate(self.tree.remove_leaf(current)):
-                if page >= 0:
-                    self.memory.release(pool, page)
+            self._remove_unit(current, move)
             num_units += 1
             current = parent
         if move == "stranded":

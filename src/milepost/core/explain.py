@@ -23,6 +23,7 @@ def reuse_report(
     is_enabled = cache.config.enable_prefix_caching and uses_cache
     divergence = first_divergence(cache, match, chain) if is_enabled else None
     lost = max(0, match.hit.attention_units - match.units) * unit
+    evicted = 0 if match.loss is None else (match.loss.units - match.units) * unit
     return ReuseReport(
         num_prompt_tokens=num_prompt_tokens,
         num_cached_tokens=min(match.position, num_prompt_tokens - 1),
@@ -31,6 +32,8 @@ def reuse_report(
         limiting_group=match.hit.limiting_group,
         reason=_reason(match, divergence) if is_enabled else reasons.DISABLED,
         divergence_position=divergence,
+        num_tokens_lost_to_eviction=evicted,
+        eviction=None if match.loss is None else (match.loss.cause, match.loss.reason),
     )
 
 
@@ -43,6 +46,8 @@ def count_query(counters: CacheCounters, report: ReuseReport) -> None:
     counters.misses_by_reason[report.reason] += 1
     counters.missed_tokens_by_reason[report.reason] += num_missed_tokens
     counters.num_lost_tokens += report.num_tokens_lost_to_missing_state
+    if report.eviction is not None:
+        counters.tokens_lost_to_eviction[report.eviction] += report.num_tokens_lost_to_eviction
 
 
 def _reason(match: Match, divergence: int | None) -> str:

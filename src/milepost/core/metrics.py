@@ -17,6 +17,9 @@ class CacheCounters:
         misses_by_reason: requests by the reason code of their reuse report.
         missed_tokens_by_reason: `num_missed_tokens` by the same reason.
         num_lost_tokens: tokens whose pages every attention group had, but no state was there.
+        tokens_lost_to_eviction: (move or refusal, checkpoint reason) -> prompt tokens computed because
+            the checkpoint that would have served them was evicted or refused. With `num_hit_tokens`,
+            what a cache of any size would have reused of what this one saw.
         checkpoints_by_reason: checkpoints published.
         evictions: (move, checkpoint reason) -> count; moves: "drop", "merge", "thin", "reclaim" (a
             request goes on in the slot), "condemned" (an audit failed), "stranded" (pages only).
@@ -31,6 +34,7 @@ class CacheCounters:
     misses_by_reason: Counter[str] = field(default_factory=Counter)
     missed_tokens_by_reason: Counter[str] = field(default_factory=Counter)
     num_lost_tokens: int = 0
+    tokens_lost_to_eviction: Counter[tuple[str, str]] = field(default_factory=Counter)
     checkpoints_by_reason: Counter[str] = field(default_factory=Counter)
     evictions: Counter[tuple[str, str]] = field(default_factory=Counter)
     evicted_bytes: int = 0

@@ -22,6 +22,7 @@ from milepost.core.groups.attention import AttentionGroup
 from milepost.core.groups.recurrent import RecurrentGroup
 from milepost.core.hashing import KeyChain
 from milepost.core.lease import Lease, Reservation
+from milepost.core.losses import Loss
 from milepost.core.memory import Memory
 from milepost.core.metrics import CacheCounters
 from milepost.core.plan import ZERO_STATE
@@ -43,6 +44,7 @@ class Match:
         hit: per-group reach, in units.
         limit_units: units a hit could cover at most (the last token is always computed).
         is_media_bound: a deeper boundary was given up because it splits a media item.
+        loss: the deepest boundary behind the hit that was evicted or refused, if any.
     """
 
     position: int
@@ -50,6 +52,7 @@ class Match:
     hit: JointHit
     limit_units: int
     is_media_bound: bool = False
+    loss: Loss | None = None
 
     @property
     def units(self) -> int:
@@ -94,7 +97,8 @@ class PrefixCache:
         while (unsplit := chain.unsplit_units(hit.units)) < hit.units:
             is_media_bound = True
             hit.units = joint_hit(self.attention, self.recurrent, path, unsplit).units
-        return Match(hit.units * self.match_unit, path, hit, limit, is_media_bound)
+        loss = self.evictor.losses.beyond(chain, hit.units, limit)
+        return Match(hit.units * self.match_unit, path, hit, limit, is_media_bound, loss)
 
     # -- reserve -------------------------------------------------------------------------------
 
@@ -218,9 +222,18 @@ class PrefixCache:
         if reservation.reclaimed_reason is not None:
             self.tree.detach_state(lease.tip)
             self.counters.evictions["reclaim", reservation.reclaimed_reason] += 1
+            self.evictor.losses.remember(lease.tip.key, "reclaim", reservation.reclaimed_reason)
         lease.exports = reservation.exports
-        for _, reason in reservation.refused:
-            self.counters.refusals[reasons.REFUSED_NO_MEMORY, reason] += 1
+        for position, reason in reservation.refused:
+            self._refuse(lease, position, reasons.REFUSED_NO_MEMORY, reason)
+
+    def _refuse(self, lease: Lease, position: int, why: str, reason: str) -> None:
+        """A checkpoint of `lease` at `position` was wanted and is not kept."""
+        self.counters.refusals[why, reason] += 1
+        units = floor_div(position, self.match_unit)
+        key = lease.chain.extend(units)[units - 1]
+        if lease.is_caching and key not in self.tree.state_nodes:
+            self.evictor.losses.remember(key, why, reason)
 
     def rollback(self, lease: Lease, reservation: Reservation) -> None:
         """Give everything back that `reserve` took. What it evicted to make room stays evicted."""
@@ -291,8 +304,8 @@ class PrefixCache:
                 self._settle_export(lease, acknowledged, now)
             if end_reason is not None and end == lease.tip.depth * self.match_unit:
                 self.keep_running(lease, end_reason, now)
-        for slots, reason in lease.exports.values():
-            self.counters.refusals[reasons.REFUSED_NOT_WRITTEN, reason] += 1
+        for position, (slots, reason) in lease.exports.items():
+            self._refuse(lease, position, reasons.REFUSED_NOT_WRITTEN, reason)
             self.give_back_slots(slots)
         lease.exports = {}
 
@@ -306,7 +319,7 @@ class PrefixCache:
         if position in acknowledged:
             self._attach(lease, slots, reason, now)
         else:
-            self.counters.refusals[reasons.REFUSED_NOT_WRITTEN, reason] += 1
+            self._refuse(lease, position, reasons.REFUSED_NOT_WRITTEN, reason)
             self.give_back_slots(slots)
 
     def keep_running(self, lease: Lease, reason: str, now: float) -> bool:
@@ -330,6 +343,8 @@ class PrefixCache:
         node = tip.children.get(key)
         if node is None:
             node = self.tree.add(tip, key, lease.chain.unit_tokens(index), pages, now)
+            if not self.recurrent:
+                self.evictor.losses.forget(key)
         else:
             self._share_unit(lease, index, node)
         self.tree.pin(node)
@@ -357,6 +372,7 @@ class PrefixCache:
                 self._pin(node, lease, now)
             return
         self.tree.attach_state(node, slots, reason)
+        self.evictor.losses.forget(node.key)
         node.conversation = lease.conversation
         node.last_used = now
         node.num_hits = lease.lineage
@@ -447,6 +463,7 @@ class PrefixCache:
     def reset(self) -> bool:
         """Drop everything no running request holds; True if nothing is left."""
         self.evictor.evict_all()
+        self.evictor.losses.clear()
         return not self.tree.index
 
     def give_back_slots(self, slots: Sequence[int]) -> None:

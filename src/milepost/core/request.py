@@ -51,6 +51,9 @@ class ReuseReport:
         reason: code of `core.reasons.MISS_REASONS`, or "hit".
         divergence_position: first token that differs from the nearest cached path of the same
             domain; None if the path or the prompt simply ends.
+        num_tokens_lost_to_eviction: more that would have been reused if the checkpoint that was
+            evicted, or refused, had been kept.
+        eviction: (move of that eviction or code of that refusal, reason of the checkpoint).
     """
 
     num_prompt_tokens: int
@@ -60,6 +63,8 @@ class ReuseReport:
     limiting_group: str | None
     reason: str
     divergence_position: int | None
+    num_tokens_lost_to_eviction: int = 0
+    eviction: tuple[str, str] | None = None
 
 
 @dataclass(slots=True)

@@ -1,0 +1,72 @@
+"""Where checkpoints were given up or refused, so that a lookup can say what that cost.
+
+The cache forgets a prefix it gives up. This list remembers its key and why it went: a prompt that
+comes by later would have been served from there. Together with the hit that gives what a cache of any
+size would have reused, and the difference is what the budget costs (`num_tokens_lost_to_eviction`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from milepost.core.hashing import KeyChain
+
+MAX_REMEMBERED = 16384
+"""Boundaries that are remembered; beyond that the oldest ones are forgotten, and cost nothing any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What a lookup would have found further on.
+
+    Attributes:
+        units: where it was, units.
+        cause: why it is not there: move of an eviction, or code of a refusal.
+        reason: why it was made, or wanted.
+    """
+
+    units: int
+    cause: str
+    reason: str
+
+
+class LostCheckpoints:
+    """Boundaries that could be resumed from, or should have been, and cannot; oldest out first."""
+
+    __slots__ = ("_why",)
+
+    def __init__(self) -> None:
+        self._why: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._why)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._why
+
+    def remember(self, key: bytes, cause: str, reason: str) -> None:
+        """The boundary with this chain key can no longer be resumed from, or never could."""
+        self._why[key] = (cause, reason)
+        self._why.move_to_end(key)
+        if len(self._why) > MAX_REMEMBERED:
+            self._why.popitem(last=False)
+
+    def forget(self, key: bytes) -> None:
+        """The boundary can be resumed from (again)."""
+        self._why.pop(key, None)
+
+    def clear(self) -> None:
+        """Nothing is missed: the caller emptied the cache on purpose."""
+        self._why.clear()
+
+    def beyond(self, chain: KeyChain, units: int, limit: int) -> Loss | None:
+        """The deepest loss at units < k <= limit of `chain`, where a hit may end. O(limit - units)."""
+        if not self._why:
+            return None
+        keys = chain.extend(limit)
+        for deeper in range(limit, units, -1):
+            why = self._why.get(keys[deeper - 1])
+            if why is not None and chain.unsplit_units(deeper) == deeper:
+                return Loss(deeper, *why)
+        return None
