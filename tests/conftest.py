@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -25,6 +26,14 @@ settings.load_profile(os.environ.get("MILEPOST_HYPOTHESIS_PROFILE", "fixed"))
 
 REQUIRE_ALL = os.environ.get("MILEPOST_REQUIRE", "") == "all"
 """A skipped `oracle` or `service` test, or a whole module that skips itself, is then a failure."""
+
+
+@pytest.fixture(scope="session")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Small checkpoints of every model family, made once: `tests.support.families.Shelf`."""
+    from tests.support.families import Shelf  # torch is loaded only by tests that need it
+
+    return Shelf(tmp_path_factory.mktemp("families"))
 
 
 def pytest_collection_finish() -> None:

@@ -9,13 +9,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.support.driver import random_tokens  # noqa: E402
-from tests.support.families import FAMILIES, write_family  # noqa: E402
+from tests.support.families import FAMILIES  # noqa: E402
 
 from milepost.config import CacheConfig, SchedulerConfig  # noqa: E402
 from milepost.core.plan import SamplingParams  # noqa: E402
 from milepost.core.request import Request  # noqa: E402
 from milepost.core.scheduler import Scheduler  # noqa: E402
-from milepost.models import load_model  # noqa: E402
 from milepost.runner.worker import TorchWorker  # noqa: E402
 
 UNIT = 16
@@ -23,8 +22,8 @@ NUM_OUTPUT = 6
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
-def model(request: Any, tmp_path_factory: Any) -> Any:
-    return load_model(write_family(tmp_path_factory.mktemp("model"), request.param, seed=11))
+def model(request: Any, shelf: Any) -> Any:
+    return shelf.model(request.param)
 
 
 class Engine:

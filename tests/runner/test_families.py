@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.support.driver import Driver, random_tokens
-from tests.support.families import FAMILIES, LAYOUTS, write_family
+from tests.support.families import DTYPES, FAMILIES, LAYOUTS, Shelf, without_experts_in_bf16
 
 from milepost.config import CacheConfig, SchedulerConfig
 from milepost.core.plan import SamplingParams
 from milepost.core.request import Request
 from milepost.core.scheduler import Scheduler
-from milepost.kernels.api import select_kernels
 from milepost.kernels.native_library import native_library
-from milepost.models import describe, load_model
+from milepost.models import describe
 from milepost.models.loading import LoadedModel
 from milepost.runner.selftest import self_test
 from milepost.runner.worker import TorchWorker
@@ -29,21 +27,13 @@ STATE_BOUND = {"float32": 1e-4, "bfloat16": 0.1}
 NUM_TOKENS = 70
 
 
-def changes(family: str, dtype: str) -> dict[str, Any]:
-    """Without experts in bf16 where the family allows it: a rounding difference may flip one."""
-    dense = dtype == "bfloat16" and family.startswith("kimi")
-    return {"dtype": dtype, **({"num_experts": 0} if dense else {})}
+PACKED = [(layout, "float32") for layout in sorted(LAYOUTS.keys() - FAMILIES.keys())]
 
 
-DTYPES = [(family, "float32") for family in sorted(LAYOUTS)]
-DTYPES += [(family, "bfloat16") for family in ("kimi_linear", "kimi_k3", "qwen3_5")]
-
-
-@pytest.fixture(scope="module", params=DTYPES, ids=lambda value: "-".join(value))
-def model(request: Any, tmp_path_factory: Any) -> LoadedModel:
+@pytest.fixture(scope="module", params=DTYPES + PACKED, ids=lambda value: "-".join(value))
+def model(request: Any, shelf: Shelf) -> LoadedModel:
     family, dtype = request.param
-    directory = write_family(tmp_path_factory.mktemp("model"), family, seed=5, **changes(family, dtype))
-    return load_model(directory)
+    return shelf.model(family, **without_experts_in_bf16(family, dtype))
 
 
 @pytest.fixture
@@ -134,26 +124,25 @@ def test_recomputed_tokens_stay_within_the_bound(model: LoadedModel, processed: 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
-def test_native_kernels_are_exact_for_every_family(layout: str, dtype: str, tmp_path: Path) -> None:
+def test_native_kernels_are_exact_for_every_family(layout: str, dtype: str, shelf: Shelf) -> None:
     """P2: cuts, hits and neighbours leave every bit alone."""
     if native_library().module is None:
         pytest.skip("no native kernels")
-    result = self_test(load_model(write_family(tmp_path, layout, seed=2, dtype=dtype)))
+    result = self_test(shelf.model(layout, dtype=dtype))
     assert result.exact and result.largest_difference == 0.0
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_the_reference_is_measured_for_every_family(family: str, tmp_path: Path) -> None:
-    directory = write_family(tmp_path, family, seed=2)
-    result = self_test(load_model(directory, kernels=select_kernels("reference")))
+def test_the_reference_is_measured_for_every_family(family: str, shelf: Shelf) -> None:
+    result = self_test(shelf.model(family, implementation="reference"))
     assert result.exact == (result.largest_difference == 0.0)
     assert result.largest_difference < 1e-3
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_geometry_is_what_the_layers_store(family: str, tmp_path: Path) -> None:
-    loaded = load_model(write_family(tmp_path, family))
-    about = describe(tmp_path)
+def test_geometry_is_what_the_layers_store(family: str, shelf: Shelf) -> None:
+    loaded = shelf.model(family)
+    about = describe(shelf.directory(family))
     geometry = loaded.geometry(UNIT)
     assert (geometry.num_attention_groups, geometry.num_recurrent_groups) == (1, 1)
     assert geometry.bytes_per_token == about.bytes_per_token

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 from tests.support.driver import random_tokens
-from tests.support.families import FAMILIES, write_family
+from tests.support.families import FAMILIES, Shelf
 
 from milepost.config import CacheConfig, SchedulerConfig
 from milepost.core.plan import SamplingParams
 from milepost.core.request import Request
 from milepost.core.scheduler import Scheduler
-from milepost.models import load_model
 from milepost.models.loading import LoadedModel
 from milepost.runner.worker import TorchWorker
 
@@ -23,8 +22,8 @@ NUM_OUTPUT = 20
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
-def model(request: Any, tmp_path_factory: Any) -> LoadedModel:
-    return load_model(write_family(tmp_path_factory.mktemp("model"), request.param, seed=9))
+def model(request: Any, shelf: Shelf) -> LoadedModel:
+    return shelf.model(request.param)
 
 
 @dataclass

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.support.checkpoints import tiny_config, write_checkpoint
 from tests.support.driver import Driver, TrackedRequest, random_tokens, token_bytes
+from tests.support.families import DTYPES, FAMILIES, Shelf, without_experts_in_bf16
 
 from milepost.core.plan import (
     ZERO_STATE,
@@ -24,7 +23,6 @@ from milepost.core.plan import (
     WorkerRequest,
 )
 from milepost.errors import ConfigError, WorkerError
-from milepost.models import load_model
 from milepost.models.loading import LoadedModel
 from milepost.runner.worker import TorchWorker
 
@@ -33,11 +31,10 @@ BOUND = {"float32": 1e-4, "bfloat16": 0.25}
 UNIT = 16
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def model(request: Any, tmp_path_factory: Any) -> LoadedModel:
-    # Dense, so that a rounding difference cannot flip an expert in bf16.
-    config = tiny_config(num_experts=0, dtype=request.param)
-    return load_model(write_checkpoint(tmp_path_factory.mktemp("model"), config, seed=5))
+@pytest.fixture(scope="module", params=DTYPES, ids=lambda value: "-".join(value))
+def model(request: Any, shelf: Shelf) -> LoadedModel:
+    family, dtype = request.param
+    return shelf.model(family, **without_experts_in_bf16(family, dtype))
 
 
 @pytest.fixture
@@ -47,16 +44,29 @@ def driver(model: LoadedModel) -> Driver:
     return driver
 
 
-@pytest.fixture(scope="module")
-def fp32(tmp_path_factory: Any) -> LoadedModel:
-    return load_model(write_checkpoint(tmp_path_factory.mktemp("moe"), tiny_config(), seed=6))
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def fp32(request: Any, shelf: Shelf) -> LoadedModel:
+    return shelf.model(request.param)
 
 
 @pytest.fixture
 def moe(fp32: LoadedModel) -> Driver:
+    """With experts where the family has them."""
     driver = Driver(fp32, match_unit=UNIT)
     driver.poison()
     return driver
+
+
+def rows_of(driver: Driver) -> torch.Tensor:
+    """What the first attention layer keeps, [pages, tokens, width]."""
+    field = driver.model.layout.attention[0].token_fields[0]
+    return driver.worker.pools.fields[field.layer, field.name]
+
+
+def matrices_of(driver: Driver) -> torch.Tensor:
+    """The first field of the first linear layer, [slots, ...]."""
+    field = driver.model.layout.recurrent[0].fields[0]
+    return driver.worker.pools.fields[field.layer, field.name]
 
 
 def close(driver: Driver, ours: torch.Tensor, expected: torch.Tensor) -> None:
@@ -179,7 +189,7 @@ def test_running_slot_in_place_and_out_of_place(driver: Driver) -> None:
         right = driver.logits(driver.plan((moving, count)))
         close(driver, left, expected[at : at + count])
         assert torch.equal(left, right)
-    assert torch.isnan(driver.state(9)[0, "state_matrix"]).all()
+    assert torch.isnan(matrices_of(driver)[9]).all()
 
 
 def test_reads_see_the_contents_from_before_the_step(moe: Driver) -> None:
@@ -218,12 +228,12 @@ def test_copies_happen_before_the_forward_pass(moe: Driver) -> None:
 
 
 def test_copies_of_one_step_are_simultaneous(moe: Driver) -> None:
-    fields = moe.worker.pools.fields
+    matrices = matrices_of(moe)
     for slot in (1, 2):
-        fields[0, "state_matrix"][slot] = float(slot)
+        matrices[slot] = float(slot)
     moe.run(StepPlan(1, [], copies=[StateCopy(0, 1, 2), StateCopy(0, 2, 1)]))
-    assert float(fields[0, "state_matrix"][1].mean()) == 2.0
-    assert float(fields[0, "state_matrix"][2].mean()) == 1.0
+    assert float(matrices[1].mean()) == 2.0
+    assert float(matrices[2].mean()) == 1.0
 
 
 def test_replaced_page_is_read_from_then_on(moe: Driver) -> None:
@@ -233,7 +243,7 @@ def test_replaced_page_is_read_from_then_on(moe: Driver) -> None:
     request = moe.sequence(tokens, 1)
     moe.run(moe.plan((request, 40)))
     for page in request.pages[:2]:
-        moe.worker.pools.fields[3, "latent"][page] = float("nan")
+        rows_of(moe)[page] = float("nan")
     plan = moe.plan((request, 8))
     plan.chunks[0].replaced_pages = [(0, 0, other.pages[0]), (0, 1, other.pages[1])]
     close(moe, moe.logits(plan), expected[40:])
@@ -344,8 +354,8 @@ def test_memory_is_mapped_by_record_and_given_back(fresh: Driver) -> None:
     before = fresh.worker.mapped_bytes()
     fresh.run(StepPlan(2, [], discards=[PoolDiscard(0, request.pages[3:9]), PoolDiscard(1, [100])]))
     assert fresh.worker.mapped_bytes() == before - 6 * page_bytes - state_bytes
-    assert float(fresh.worker.pools.fields[3, "latent"][request.pages[3]].abs().max()) == 0.0
-    assert float(fresh.worker.pools.fields[3, "latent"][request.pages[2]].abs().max()) > 0.0
+    assert float(rows_of(fresh)[request.pages[3]].abs().max()) == 0.0
+    assert float(rows_of(fresh)[request.pages[2]].abs().max()) > 0.0
     fresh.run(StepPlan(3, [], finished=[request.request_id], discards=[PoolDiscard(0, request.pages)]))
     assert fresh.worker.mapped_bytes() == state_bytes
 
@@ -382,20 +392,23 @@ def test_geometry_of_another_model(fp32: LoadedModel) -> None:
         TorchWorker(fp32, other, 4 << 20)
 
 
-def test_models_with_one_kind_of_layer(tmp_path: Path) -> None:
-    kinds = {
-        "kda": {"kda_layers": [1, 2], "full_attn_layers": []},
-        "mla": {"kda_layers": [], "full_attn_layers": [1, 2]},
-    }
-    for name, lists in kinds.items():
-        config = tiny_config(num_hidden_layers=2, linear_attn_config=lists)
-        driver = Driver(load_model(write_checkpoint(tmp_path / name, config)), match_unit=UNIT)
-        driver.poison()
-        tokens = random_tokens(40, driver.model.vocab_size, seed=19)
-        _, whole = cold(driver, tokens, 0)
-        request = driver.sequence(tokens, 1)
-        pieces = torch.cat([driver.logits(driver.plan((request, count))) for count in (17, 1, 22)])
-        close(driver, pieces, whole)
+@pytest.mark.parametrize("kind", ["linear_attention", "full_attention"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_models_with_one_kind_of_layer(family: str, kind: str, shelf: Shelf) -> None:
+    lists = {"kda_layers": [1, 2], "full_attn_layers": []}
+    if kind == "full_attention":
+        lists = {"kda_layers": [], "full_attn_layers": [1, 2]}
+    kimi = family.startswith("kimi")
+    changes: dict[str, Any] = {"linear_attn_config": lists} if kimi else {"layer_types": [kind] * 2}
+    driver = Driver(shelf.model(family, num_hidden_layers=2, **changes), match_unit=UNIT)
+    groups = driver.geometry.num_attention_groups, driver.geometry.num_recurrent_groups
+    assert groups == ((1, 0) if kind == "full_attention" else (0, 1))
+    driver.poison()
+    tokens = random_tokens(40, driver.model.vocab_size, seed=19)
+    _, whole = cold(driver, tokens, 0)
+    request = driver.sequence(tokens, 1)
+    pieces = torch.cat([driver.logits(driver.plan((request, count))) for count in (17, 1, 22)])
+    close(driver, pieces, whole)
 
 
 # ------------------------------------------------------------------ plans that contradict themselves
