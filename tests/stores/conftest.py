@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 from tests.stores.harness import FileHarness, Harness, MemoryHarness
 
+KINDS = ["memory", "file"]
 
-@pytest.fixture(params=["memory", "file"])
+
+@pytest.fixture(params=[*KINDS, *(f"guarded-{kind}" for kind in KINDS)])
 def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
-    made = MemoryHarness() if request.param == "memory" else FileHarness(tmp_path / "store")
+    kind = request.param.removeprefix("guarded-")
+    made = MemoryHarness() if kind == "memory" else FileHarness(tmp_path / "store")
+    made.guarded = kind != request.param
     yield made
     made.close()

@@ -8,11 +8,17 @@ from pathlib import Path
 from tests.stores.segments import IDENTITY
 
 from milepost.stores.file import FileStore
+from milepost.stores.guard import GuardedStore
 from milepost.stores.memory import MemoryStore
 from milepost.stores.objects import ObjectStore
 from milepost.stores.segment_format import Identity
 
 Change = Callable[[bytes], bytes]
+
+
+def inside(store: ObjectStore | GuardedStore) -> ObjectStore:
+    """The store that a guard may be around."""
+    return store.store if isinstance(store, GuardedStore) else store
 
 
 class Harness:
@@ -24,12 +30,20 @@ class Harness:
     """What an object takes beyond its payload, at most."""
 
     def __init__(self) -> None:
-        self._opened: list[ObjectStore] = []
+        self._opened: list[ObjectStore | GuardedStore] = []
+        self.guarded = False
 
-    def open(self, identity: Identity = IDENTITY, budget_bytes: int = 64 << 20) -> ObjectStore:
-        store = self._open(identity, budget_bytes)
+    def open(self, identity: Identity = IDENTITY, budget_bytes: int = 64 << 20) -> ObjectStore | GuardedStore:
+        """A client; `outcomes` of a guarded one are those of the store inside, too."""
+        store: ObjectStore | GuardedStore = self._open(identity, budget_bytes)
+        if self.guarded:
+            store = GuardedStore(store)
         self._opened.append(store)
         return store
+
+    def used_bytes(self, store: ObjectStore | GuardedStore) -> int:
+        """What the store says it takes."""
+        return inside(store).used_bytes
 
     def close(self) -> None:
         for store in self._opened:
@@ -38,7 +52,7 @@ class Harness:
     def _open(self, identity: Identity, budget_bytes: int) -> ObjectStore:
         raise AssertionError("a kind of store says how it is opened")
 
-    def damage(self, store: ObjectStore, key: bytes, change: Change) -> None:
+    def damage(self, store: ObjectStore | GuardedStore, key: bytes, change: Change) -> None:
         """Change the bytes of an object; those of a key that has none start empty."""
         raise AssertionError("a kind of store says how it is damaged")
 
@@ -49,7 +63,8 @@ class MemoryHarness(Harness):
     def _open(self, identity: Identity, budget_bytes: int) -> ObjectStore:
         return MemoryStore(identity, budget_bytes=budget_bytes)
 
-    def damage(self, store: ObjectStore, key: bytes, change: Change) -> None:
+    def damage(self, store: ObjectStore | GuardedStore, key: bytes, change: Change) -> None:
+        store = inside(store)
         assert isinstance(store, MemoryStore)
         data = bytes(store._objects.get(key.hex(), b""))
         store._objects[key.hex()] = memoryview(change(data))
@@ -65,7 +80,8 @@ class FileHarness(Harness):
     def _open(self, identity: Identity, budget_bytes: int) -> ObjectStore:
         return FileStore(self.root, identity, budget_bytes=budget_bytes)
 
-    def damage(self, store: ObjectStore, key: bytes, change: Change) -> None:
+    def damage(self, store: ObjectStore | GuardedStore, key: bytes, change: Change) -> None:
+        store = inside(store)
         assert isinstance(store, FileStore)
         path = store.path_of(key)
         data = path.read_bytes() if path.exists() else b""
