@@ -30,7 +30,7 @@ from milepost.sim.workload import (
 )
 from milepost.sim.world import Checks, World
 
-NO_CHECKS = Checks(audit=False, contents=False, bound=False)
+NO_CHECKS = Checks(audit=False, contents=False, bound=False, losses=False)
 VOCAB_SIZE = 50_000
 RECORDING_STEP_TOKENS = 2048
 

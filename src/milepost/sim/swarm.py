@@ -17,6 +17,7 @@ from milepost.core.request import CacheDomain, MediaSpan
 from milepost.errors import RequestError
 from milepost.sim.fakes import WorkerFaults
 from milepost.sim.model import FingerprintModel
+from milepost.sim.shelf import Shelf, ShelfTraffic
 from milepost.sim.spec import Outcome, RequestSpec
 from milepost.sim.workload import hot_or_cold_tokens
 from milepost.sim.world import Checks, World
@@ -26,7 +27,11 @@ MAX_PATHS = 24
 MAX_REQUESTS = 12
 """Unfinished requests at a time; more would only queue."""
 
-ACTIONS = ("add", "schedule", "execute", "step", "abort", "finish", "preempt", "evict", "reset", "tick")
+ACTIONS = (
+    "add", "schedule", "execute", "step", "abort", "finish", "preempt", "evict", "reset", "tick",
+    "save", "load", "end_transfer",
+)  # fmt: skip
+BETWEEN_STEPS = frozenset({"save", "load", "end_transfer"})
 ALWAYS = frozenset({"add", "step"})
 PROMPTS = ("fresh", "cut", "resend", "extend", "edit", "sibling")
 
@@ -99,7 +104,9 @@ def draw_config(rng: Random, *, with_faults: bool = True) -> SwarmConfig:
         max_num_seqs=rng.choice((1, 2, 4, 8)),
         max_model_len=2 * (max_prompt_units + 1) * unit,
     )
-    actions = wild_weights(rng, ACTIONS, ALWAYS)
+    traffic = BETWEEN_STEPS if rng.random() < 0.6 else frozenset()
+    names = tuple(name for name in ACTIONS if name in traffic or name not in BETWEEN_STEPS)
+    actions = wild_weights(rng, names, ALWAYS | traffic)
     if is_lossless:
         actions.pop("evict", None)
     rates = {}
@@ -144,21 +151,32 @@ class Swarm:
     Args:
         rng: the only source of randomness.
         config: drawn from `rng` if not given.
+        before: an earlier run with the same configuration, whose shelf and model this one shares: the
+            replica was restarted.
     """
 
-    def __init__(self, rng: Random, config: SwarmConfig | None = None, checks: Checks | None = None) -> None:
+    def __init__(
+        self,
+        rng: Random,
+        config: SwarmConfig | None = None,
+        checks: Checks | None = None,
+        before: Swarm | None = None,
+    ) -> None:
         self.rng = rng
         self.config = config if config is not None else draw_config(rng)
-        self.world = World(
+        self.world: World = World(
             self.config.geometry,
             self.config.cache,
             self.config.scheduler,
             faults=random_faults(rng, self.config.fault_rates),
             checks=checks,
-            model=FingerprintModel(self.config.vocab_size),
+            model=before.world.worker.model if before else FingerprintModel(self.config.vocab_size),
+        )
+        self.traffic: ShelfTraffic = ShelfTraffic(
+            self.world, before.traffic.shelf if before else Shelf(), rng
         )
         self.world.on_end = self._remember
-        self.paths: list[array[int]] = []
+        self.paths: list[array[int]] = before.paths if before else []
         self._names = list(self.config.actions)
         self._weights = list(self.config.actions.values())
 
@@ -166,6 +184,13 @@ class Swarm:
         """Do `num_actions` random actions, then let everything end."""
         for _ in range(num_actions):
             self.act()
+        self.end()
+
+    def end(self) -> None:
+        """Let everything end."""
+        if self.world.plan is not None:
+            self.world.execute()
+        self.traffic.end_all()
         self.world.drain()
 
     def act(self) -> str:
@@ -174,6 +199,8 @@ class Swarm:
         world = self.world
         if name in ("abort", "finish", "preempt") and not world.running:
             name = "add"
+        if name in BETWEEN_STEPS and world.plan is not None:
+            name = "step"
         if name == "schedule" and world.plan is not None or name == "execute" and world.plan is None:
             name = "step"
         if name == "add" and len(world.running) >= MAX_REQUESTS:
@@ -184,6 +211,10 @@ class Swarm:
             getattr(world, name)(self.rng.choice(list(world.running)))
         elif name == "evict":
             world.evict(self.rng.choice((1, 1, 3, 100)))
+        elif name in BETWEEN_STEPS:
+            {"save": self.traffic.save, "load": self.traffic.load, "end_transfer": self.traffic.end_one}[
+                name
+            ]()
         elif name == "tick":
             world.now += 10.0 ** self.rng.uniform(-2.0, 4.0)
         else:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from milepost.config import CacheConfig, SchedulerConfig
 from milepost.core.geometry import CacheGeometry
 from milepost.core.plan import StepPlan, StepResult
-from milepost.core.reasons import REFUSED_NOT_LEGAL, REQUIRED
+from milepost.core.reasons import REQUIRED
 from milepost.core.request import Request, RequestUpdate, ReuseReport
 from milepost.core.scheduler import Scheduler
 from milepost.core.units import floor_to, is_multiple
@@ -21,6 +21,7 @@ from milepost.sim.contents import ContentsCheck
 from milepost.sim.cost import CostModel
 from milepost.sim.fakes import WorkerFaults
 from milepost.sim.fingerprint import FingerprintWorker
+from milepost.sim.losses import LossBook
 from milepost.sim.model import FingerprintModel, MediaSymbols, TrueSequence
 from milepost.sim.promises import PromiseBook
 from milepost.sim.spec import Outcome, RequestSpec
@@ -30,9 +31,6 @@ MAX_IDLE_STEPS = 3
 
 MAX_FAREWELL_STEPS = 50
 """Steps in which a failing worker is told again who has ended, before it counts as a leak."""
-LOSING_MOVES = frozenset({"drop", "merge", "reclaim"})
-"""Evictions that can cost a promised checkpoint; the others free what nothing could resume from,
-unless the model has no recurrent layers."""
 
 
 class SimulationError(MilepostError):
@@ -46,12 +44,15 @@ class Checks:
     Attributes:
         audit: the core's own invariants.
         contents: every published page and state against the worker's records.
-        bound: promise P1 for every admitted request, while nothing was evicted or refused.
+        bound: promise P1 for every admitted request: what it recomputes beyond the bound is what it says
+            that evictions and refusals cost.
+        losses: that it says so rightly, and that the counters of evictions and refusals agree.
     """
 
     audit: bool = True
     contents: bool = True
     bound: bool = True
+    losses: bool = True
 
 
 class World:
@@ -80,6 +81,7 @@ class World:
         self.checks = checks if checks is not None else Checks()
         self.promises = PromiseBook(geometry.match_unit)
         self.contents = ContentsCheck(self.scheduler.cache, self.worker)
+        self.losses = LossBook(self.scheduler.cache) if self.checks.losses else None
         self.now = 0.0
         self.num_steps = 0
         self.num_failed_steps = 0
@@ -222,6 +224,8 @@ class World:
             raise SimulationError(f"the worker still holds requests {sorted(self.worker.live)}")
         if self.running:
             raise SimulationError(f"requests {sorted(self.running)} ended without an update")
+        if self.losses is not None and (problems := self.losses.totals_problems()):
+            raise SimulationError("; ".join(problems))
 
     @property
     def is_busy(self) -> bool:
@@ -257,6 +261,8 @@ class World:
         if not 0 <= reuse.num_cached_tokens < outcome.num_prompt_tokens == reuse.num_prompt_tokens:
             raise SimulationError(f"request {outcome.request_id}: impossible report {reuse}")
         outcome.num_cached_tokens = reuse.num_cached_tokens
+        if self.losses is not None and self.running[outcome.request_id].is_counted:
+            self.losses.report(reuse)
         outcome.reuse_reason = reuse.reason
 
     def _end(self, outcome: Outcome, update: RequestUpdate) -> None:
@@ -291,8 +297,9 @@ class World:
             if request is None or request.num_preemptions:
                 continue
             truth = self.worker.truth(started.request_id)
-            if self.checks.bound and self._is_caching and not self._has_lost_entries():
-                self.promises.check(started.request_id, truth, request.num_processed)
+            if self.checks.bound and self._is_caching:
+                num_lost = request.reuse.num_tokens_lost_to_eviction if request.reuse is not None else 0
+                self.promises.check(started.request_id, truth, request.num_processed + num_lost)
             wanted = self._promised_positions(request)
             self.promises.opened(started.request_id, truth, wanted, request.num_processed)
 
@@ -304,14 +311,6 @@ class World:
             self.scheduler.abort(request_id)
         for request_id in self._steps_left:
             self._steps_left[request_id] -= 1
-
-    def _has_lost_entries(self) -> bool:
-        """Whether an eviction, a refusal or a fault may have cost a promised entry so far."""
-        counters = self.scheduler.cache.counters
-        moves = {move for move, _ in counters.evictions}
-        if moves & LOSING_MOVES or (moves and not self.geometry.recurrent):
-            return True
-        return any(why != REFUSED_NOT_LEGAL for why, _ in counters.refusals)
 
     def _promised_positions(self, request: Request) -> list[int]:
         """The end of the prompt, and what the caller wanted if the kernel can export it in any chunk."""
@@ -326,6 +325,10 @@ class World:
         needed = (floor_to(position, unit), floor_to(max(0, position - 1), unit))
         return not any(span.start < at < span.end for span in request.media for at in needed)
 
+    def after_outside(self, action: str) -> None:
+        """Somebody acted on the core between two steps: audit everything."""
+        self._after(action)
+
     def _after(self, action: str) -> None:
         """Audit everything. Runs after every action, so its cost bounds the size of a world."""
         self.num_actions += 1
@@ -336,6 +339,8 @@ class World:
             for request_id, request in self.running.items():
                 problems += self.contents.learn(request, self.worker.truth(request_id))
             problems += self.contents.problems()
+        if self.losses is not None:
+            problems += self.losses.problems()
         if problems:
             raise SimulationError(f"step {self.num_steps}, after {action}: {'; '.join(problems)}")
 
