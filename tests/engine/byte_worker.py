@@ -60,6 +60,7 @@ class ByteWorker:
         poisoned: slots with a state that is silently wrong; what is computed from one is wrong too.
         taint: what is added to one score of a wrong state; None = all of them are others.
         chunk_log: request ids of every step with chunks.
+        scripts: text in a prompt -> the answer to it, control tokens as tokens; the last one given counts.
         gate: cleared = steps wait, so that a test can act in the middle of a request.
     """
 
@@ -77,6 +78,7 @@ class ByteWorker:
         self.gate.set()
         self.closed = False
         self.poisoned: set[int] = set()
+        self.scripts: dict[str, str] = {}
         self.taint: float | None = None
         self.chunk_log: list[list[int]] = []
         self.live: dict[int, _Live] = {}
@@ -173,7 +175,11 @@ class ByteWorker:
         return scores
 
     def _script(self, prompt: Sequence[int]) -> list[int] | None:
-        found = SCRIPT.findall(self.tokenizer.decode(prompt))
+        text = self.tokenizer.decode(prompt)
+        for key, answer in reversed(self.scripts.items()):
+            if key in text:
+                return [*self.tokenizer.encode_with_control(answer), self.tokenizer.eos_token_ids[0]]
+        found = SCRIPT.findall(text)
         if not found:
             return None
         one_byte_each, text = found[-1]

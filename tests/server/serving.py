@@ -21,6 +21,7 @@ from milepost.core.scheduler import Scheduler
 from milepost.engine.audit import AuditConfig
 from milepost.engine.chat import ChatRenderer
 from milepost.engine.engine import Engine
+from milepost.engine.output_parser import OutputFormat
 from milepost.engine.serving import SeedSource, ServingModel
 from milepost.engine.tokenizer import Tokenizer
 from milepost.server.app import Server, bind
@@ -86,6 +87,7 @@ def serving_model(
 ) -> tuple[ServingModel, ByteWorker, Scheduler]:
     geometry = small_geometry(MATCH_UNIT)
     tokenizer = Tokenizer.from_directory(directory)
+    chat = ChatRenderer.from_directory(directory, tokenizer)
     worker = ByteWorker(geometry, tokenizer)
     cache = CacheConfig(cache_bytes, MATCH_UNIT, enable_prefix_caching=caching, **cache_options)
     config = SchedulerConfig(128, 32, max_model_len)
@@ -94,7 +96,8 @@ def serving_model(
         name="tiny",
         engine=Engine(scheduler, worker, tokenizer, audit=audit),
         tokenizer=tokenizer,
-        chat=ChatRenderer.from_directory(directory, tokenizer),
+        chat=chat,
+        output_format=OutputFormat.choose(tokenizer, chat.template_source),
         geometry=geometry,
         cache=cache,
         scheduler=config,

@@ -100,6 +100,8 @@ def serve(
     max_num_batched_tokens: opt.MaxBatchedTokens = _DEFAULT_SCHEDULER.max_num_batched_tokens,
     max_num_seqs: opt.MaxSeqs = _DEFAULT_SCHEDULER.max_num_seqs,
     audit_hits: opt.AuditHits = 0.0,
+    tool_call_parser: opt.ToolCallParser = "auto",
+    reasoning_parser: opt.ReasoningParser = "auto",
 ) -> None:
     """Serve a model over the OpenAI API."""
     from milepost.cli.serve import serve_model
@@ -118,6 +120,8 @@ def serve(
         seed=seed,
         served_model_name=served_model_name,
         audit_hits=audit_hits,
+        tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
     )
     serve_model(model, options, host, port)
 

@@ -67,6 +67,20 @@ AuditHits = Annotated[
         help="Share of hits that are computed again from the first token and compared, like 0.01; 0 = none.",
     ),
 ]
+ToolCallParser = Annotated[
+    str,
+    typer.Option(
+        "--tool-call-parser",
+        help="Format of tool calls: auto (by the template), hermes, qwen3_coder, kimi_k2, kimi_k3 or none.",
+    ),
+]
+ReasoningParser = Annotated[
+    str,
+    typer.Option(
+        "--reasoning-parser",
+        help="Format of reasoning: auto (by the template), qwen3, deepseek_r1, kimi_k3 or none.",
+    ),
+]
 ServerSeed = Annotated[
     int | None, typer.Option("--seed", help="Seed for requests that bring none. Default: a random one each.")
 ]

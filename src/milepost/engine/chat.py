@@ -100,6 +100,11 @@ class ChatRenderer:
     def has_template(self) -> bool:
         return bool(self._templates)
 
+    @property
+    def template_source(self) -> str:
+        """Jinja text of the templates; empty without one."""
+        return self._templates.source
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -17,6 +17,7 @@ from milepost.core.scheduler import Scheduler
 from milepost.engine.audit import AuditConfig, logit_bound
 from milepost.engine.chat import ChatRenderer
 from milepost.engine.engine import Engine
+from milepost.engine.output_parser import AUTO, OutputFormat
 from milepost.engine.params import random_seed
 from milepost.engine.tokenizer import Tokenizer
 from milepost.errors import ConfigError
@@ -56,6 +57,8 @@ class ServingOptions:
     seed: int | None = None
     served_model_name: str | None = None
     audit_hits: float = 0.0
+    reasoning_parser: str = AUTO
+    tool_call_parser: str = AUTO
 
     def cache_config(self) -> CacheConfig:
         """Raises: ConfigError: an option that cannot work, by its name."""
@@ -79,6 +82,7 @@ class ServingModel:
 
     Attributes:
         name: what `/v1/models` and the `model` field call it.
+        output_format: how the model writes reasoning and tool calls.
         max_model_len: prompt and output tokens of one request: declared or asked for, and within budget.
         vocab_size: token ids the model accepts are below it.
         description: None for a model that does not come from a directory (tests).
@@ -90,6 +94,7 @@ class ServingModel:
     engine: Engine
     tokenizer: Tokenizer
     chat: ChatRenderer
+    output_format: OutputFormat
     geometry: CacheGeometry
     cache: CacheConfig
     scheduler: SchedulerConfig
@@ -185,6 +190,9 @@ def load_serving_model(
             f"{description.vocab_size} embeddings; the tokenizer belongs to another model",
         )
     chat = ChatRenderer.from_directory(path, tokenizer)
+    output_format = OutputFormat.choose(
+        tokenizer, chat.template_source, options.reasoning_parser, options.tool_call_parser
+    )
     scheduler = Scheduler(geometry, cache, config)
 
     # torch is imported only now: everything above fails in a fraction of a second.
@@ -202,6 +210,7 @@ def load_serving_model(
         engine=engine,
         tokenizer=tokenizer,
         chat=chat,
+        output_format=output_format,
         geometry=geometry,
         cache=cache,
         scheduler=config,

@@ -61,6 +61,7 @@ class ChatTemplate:
     """One Jinja chat template with the functions published templates expect.
 
     Attributes:
+        source: the Jinja text.
         knows_developer: whether the role `developer` appears in it.
         split_answer: takes an answer apart that comes back as generated. With it the template alone
             writes control tokens in assistant messages too; None = it looks for them in their text.
@@ -86,6 +87,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._named_tokens = dict(named_tokens or {})
+        self.source = source
         self.knows_developer = "developer" in source
         try:
             self._template = environment.from_string(source)
@@ -162,6 +164,11 @@ class ChatTemplates:
 
     def __bool__(self) -> bool:
         return bool(self._templates)
+
+    @property
+    def source(self) -> str:
+        """Jinja text of all of them."""
+        return "\n".join(template.source for template in self._templates.values())
 
     def choose(self, *, with_tools: bool) -> ChatTemplate:
         """The template for a request.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -14,17 +13,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from milepost.core.plan import SampledToken
-from milepost.engine.markers import MarkerList
 from milepost.engine.messages import OutputDelta
 from milepost.engine.params import MAX_LOGPROBS, OutputLimit
+from milepost.engine.parts import CallBegun, Content, ParsedAnswer, Part, Reasoning
 from milepost.engine.serving import ServingModel
 from milepost.engine.tokenizer import Tokenizer
 from milepost.errors import RequestError
-from milepost.server.conversation import checked_messages, checked_tools
+from milepost.server.chat_run import ChatRun, ask
 from milepost.server.docs import json_body
-from milepost.server.generation import Choice, Generation, Prompt, Service, begin, check_model
+from milepost.server.generation import Choice, Service, check_model
 from milepost.server.schema import ChatBody, parse_body
-from milepost.server.streams import merged, respond
+from milepost.server.streams import respond
 
 router = APIRouter()
 
@@ -37,17 +36,14 @@ async def chat_completions(request: Request) -> Response:
     body.check_extras()
     check_model(service, body.model)
     num_logprobs = _num_logprobs(body)
-    prompt = await asyncio.to_thread(_render, service.model, body)
     completion_id = f"chatcmpl-{uuid.uuid4().hex}"
     if body.max_completion_tokens is not None:
         limit = OutputLimit(body.max_completion_tokens, "max_completion_tokens", "messages")
     else:
         limit = OutputLimit(body.max_tokens, "max_tokens", "messages")
-    generation = begin(
-        service, request, body, [prompt], num_logprobs=num_logprobs, limit=limit, label=completion_id
-    )
-    answer = _ChatCompletion(service.model, body, generation, completion_id)
-    return await respond(request, generation.streams, answer, is_stream=bool(body.stream))
+    run = await ask(service, request, body, limit=limit, label=completion_id, num_logprobs=num_logprobs)
+    answer = _ChatCompletion(service.model, body, run, completion_id)
+    return await respond(request, run.generation.streams, answer, is_stream=bool(body.stream))
 
 
 def _num_logprobs(body: ChatBody) -> int | None:
@@ -61,43 +57,23 @@ def _num_logprobs(body: ChatBody) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
-def _render(model: ServingModel, body: ChatBody) -> Prompt:
-    """Messages to token ids and the positions that later turns will share."""
-    uses_tools = (body.model_extra or {}).get("tool_choice") != "none"
-    found = MarkerList()
-    tools = checked_tools(body.tools, found) if uses_tools else None
-    rendered = model.chat.render(
-        checked_messages(body.messages, found),
-        tools,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        variables=body.chat_template_kwargs,
-        find_boundaries=model.cache.enable_prefix_caching and body.cache_prompt is not False,
-        markers=found.markers,
-    )
-    if not rendered.token_ids:
-        raise RequestError("messages", "the chat template renders this conversation to nothing")
-    return Prompt(rendered.token_ids, rendered.wanted, found.pin_seconds)
-
-
 class _ChatCompletion:
     """Turns deltas into the objects of the chat API."""
 
-    def __init__(
-        self, model: ServingModel, body: ChatBody, generation: Generation, completion_id: str
-    ) -> None:
+    def __init__(self, model: ServingModel, body: ChatBody, run: ChatRun, completion_id: str) -> None:
         self._model = model
         self._body = body
-        self._generation = generation
+        self._run = run
+        self._generation = run.generation
         self._envelope = {"id": completion_id, "created": int(time.time()), "model": model.name}
 
     async def whole(self) -> dict[str, Any]:
         """The response without streaming."""
         generation = self._generation
         sampled: list[list[SampledToken]] = [[] for _ in generation.choices]
-        async with aclosing(merged(generation.streams)) as deltas:
-            async for index, delta in deltas:
-                generation.choices[index].add(delta)
-                sampled[index].extend(delta.tokens)
+        async with aclosing(self._run.updates()) as updates:
+            async for choice, delta, _ in updates:
+                sampled[choice.index].extend(delta.tokens)
         result = {
             **self._envelope,
             "object": "chat.completion",
@@ -112,7 +88,7 @@ class _ChatCompletion:
     def _choice(self, choice: Choice, sampled: list[SampledToken]) -> dict[str, Any]:
         result: dict[str, Any] = {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text},
+            "message": _message(self._run.answers[choice.index]),
             "logprobs": self._logprobs(sampled),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
@@ -130,16 +106,14 @@ class _ChatCompletion:
         envelope = {**self._envelope, "object": "chat.completion.chunk"}
         num_open = len(generation.choices)
         begun = [False] * num_open
-        async with aclosing(merged(generation.streams)) as deltas:
-            async for index, delta in deltas:
-                choice = generation.choices[index]
-                if not begun[index]:
-                    begun[index] = True
+        async with aclosing(self._run.updates()) as updates:
+            async for choice, delta, parts in updates:
+                if not begun[choice.index]:
+                    begun[choice.index] = True
                     yield self._opening(envelope, choice, continuous)
-                choice.add(delta)
                 num_open -= delta.finish_reason is not None
-                if delta.text or delta.finish_reason or (wants_every_token and delta.tokens):
-                    event = {**envelope, "choices": [self._chunk(choice, delta)]}
+                if parts or delta.finish_reason or (wants_every_token and delta.tokens):
+                    event = {**envelope, "choices": [self._chunk(choice, delta, parts)]}
                     if options is not None and options.include_usage:
                         event["usage"] = generation.usage() if continuous else None
                     elif num_open == 0:
@@ -175,12 +149,12 @@ class _ChatCompletion:
             event["prompt_token_ids"] = self._generation.prompts[0].token_ids.tolist()
         return event
 
-    def _chunk(self, choice: Choice, delta: OutputDelta) -> dict[str, Any]:
+    def _chunk(self, choice: Choice, delta: OutputDelta, parts: list[Part]) -> dict[str, Any]:
         result: dict[str, Any] = {
             "index": choice.index,
-            "delta": {"content": delta.text},
+            "delta": _message_delta(parts),
             "logprobs": self._logprobs(delta.tokens),
-            "finish_reason": delta.finish_reason,
+            "finish_reason": choice.finish_reason,
         }
         if delta.finish_reason is not None:
             result["stop_reason"] = delta.stop_reason
@@ -201,6 +175,50 @@ class _ChatCompletion:
                 for token in sampled
             ]
         }
+
+
+def _message(answer: ParsedAnswer) -> dict[str, Any]:
+    """The message of a whole answer. Fields that not every model has are there only if they say something."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content}
+    if answer.reasoning:
+        message["reasoning_content"] = message["reasoning"] = answer.reasoning
+    if answer.calls:
+        message["content"] = answer.content or None
+        message["tool_calls"] = [
+            {
+                "id": call.call_id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in answer.calls
+        ]
+    return message
+
+
+def _message_delta(parts: list[Part]) -> dict[str, Any]:
+    """The same for a part of an answer: joined, deltas are the message."""
+    delta: dict[str, Any] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        if isinstance(part, Content):
+            delta["content"] = delta.get("content", "") + part.text
+        elif isinstance(part, Reasoning):
+            for name in ("reasoning_content", "reasoning"):
+                delta[name] = delta.get(name, "") + part.text
+        elif isinstance(part, CallBegun):
+            function = {"name": part.name, "arguments": ""}
+            calls[part.index] = {
+                "index": part.index,
+                "id": part.call_id,
+                "type": "function",
+                "function": function,
+            }
+        else:
+            call = calls.setdefault(part.index, {"index": part.index, "function": {"arguments": ""}})
+            call["function"]["arguments"] += part.text
+    if calls:
+        delta["tool_calls"] = list(calls.values())
+    return delta or {"content": ""}
 
 
 def _token_entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:

@@ -35,6 +35,9 @@ def _checked_message(index: int, message: Any, found: MarkerList) -> dict[str, A
         if message.get(key) is not None:
             raise RequestError(f"{where}.{key}", "is not supported by this server", code="unsupported_field")
     checked = {key: value for key, value in message.items() if value is not None}
+    if isinstance(checked.get("reasoning"), str):
+        # The newer name of the same field; templates know the older one.
+        checked.setdefault("reasoning_content", checked["reasoning"])
     tool_calls = checked.get("tool_calls")
     if tool_calls is not None:
         _check_tool_calls(where, tool_calls)

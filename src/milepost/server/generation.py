@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,11 +34,16 @@ class Service:
 
 @dataclass(slots=True)
 class Prompt:
-    """Token ids, and the positions worth keeping; `marker` ones are given up last for `pin_seconds`."""
+    """Token ids, and the positions worth keeping; `marker` ones are given up last for `pin_seconds`.
+
+    Attributes:
+        marks: control tokens that whoever parses the answers looks for; see `GenerationRequest`.
+    """
 
     token_ids: array[int]
     wanted: list[tuple[int, str]] = field(default_factory=list)
     pin_seconds: float = 0.0
+    marks: Mapping[int, str] | None = None
 
 
 @dataclass(slots=True)
@@ -188,6 +193,7 @@ def begin(
                     uses_cache=body.cache_prompt is not False,
                     retention_priority=body.cache_priority or 0,
                     pin_seconds=prompt.pin_seconds,
+                    marks=prompt.marks,
                     label=label if len(prompts) * n == 1 else f"{label}/{index}",
                 )
             )

@@ -40,7 +40,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "web_search_options": (),
@@ -174,8 +173,15 @@ class ChatBody(Body):
     max_completion_tokens: int | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tool_choice: Any = None
 
     def check_extras(self) -> None:
+        if self.tool_choice not in (None, "none", "auto"):
+            raise RequestError(
+                "tool_choice",
+                "is not supported by this server, except for `none` and `auto`",
+                code="unsupported_field",
+            )
         if (self.model_extra or {}).get("prompt_cache_breakpoints") is not None:
             raise RequestError(
                 "prompt_cache_breakpoints",

@@ -1,0 +1,114 @@
+"""A conversation that is being answered: what every chat-like route does before it writes its objects."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+
+from milepost.engine.markers import MarkerList
+from milepost.engine.messages import OutputDelta
+from milepost.engine.output_parser import OutputParser
+from milepost.engine.params import OutputLimit
+from milepost.engine.parts import Content, ParsedAnswer, Part
+from milepost.engine.serving import ServingModel
+from milepost.errors import RequestError
+from milepost.server.conversation import checked_messages, checked_tools
+from milepost.server.generation import Choice, Generation, Prompt, Service, begin
+from milepost.server.schema import ChatBody
+from milepost.server.streams import merged
+
+
+@dataclass(slots=True)
+class Question:
+    """A rendered conversation.
+
+    Attributes:
+        tools: the declarations the model saw; None = none.
+    """
+
+    prompt: Prompt
+    tools: list[dict[str, Any]] | None
+
+
+def render(model: ServingModel, body: ChatBody) -> Question:
+    """Messages to token ids and the positions that later turns will share. Takes a while: not for the
+    event loop.
+
+    Raises:
+        RequestError: names the field.
+    """
+    found = MarkerList()
+    tools = checked_tools(body.tools, found) if body.tool_choice != "none" else None
+    rendered = model.chat.render(
+        checked_messages(body.messages, found),
+        tools,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        variables=body.chat_template_kwargs,
+        find_boundaries=model.cache.enable_prefix_caching and body.cache_prompt is not False,
+        markers=found.markers,
+    )
+    if not rendered.token_ids:
+        raise RequestError("messages", "the chat template renders this conversation to nothing")
+    marks = model.output_format.marks.char_by_id if model.output_format.parses else None
+    return Question(Prompt(rendered.token_ids, rendered.wanted, found.pin_seconds, marks), tools)
+
+
+class ChatRun:
+    """The answers to one question, taken apart as they come.
+
+    Attributes:
+        answers: what every choice has said so far, in the order of `generation.choices`.
+    """
+
+    def __init__(self, model: ServingModel, question: Question, generation: Generation) -> None:
+        self.generation = generation
+        self.answers = [ParsedAnswer() for _ in generation.choices]
+        output_format = model.output_format
+        self._parsers: list[OutputParser | None] = [
+            output_format.parser(question.prompt.token_ids, question.tools) if output_format.parses else None
+            for _ in generation.choices
+        ]
+
+    async def updates(self) -> AsyncGenerator[tuple[Choice, OutputDelta, list[Part]], None]:
+        """Every delta with the parts it completed. `answers` and the choice hold them already."""
+        async with aclosing(merged(self.generation.streams)) as deltas:
+            async for index, delta in deltas:
+                choice = self.generation.choices[index]
+                choice.add(delta)
+                parts = self._parts(index, delta)
+                self.answers[index].add(parts)
+                if choice.finish_reason == "stop" and self.answers[index].calls:
+                    choice.finish_reason = "tool_calls"
+                yield choice, delta, parts
+
+    def _parts(self, index: int, delta: OutputDelta) -> list[Part]:
+        parser = self._parsers[index]
+        if parser is None:
+            return [Content(delta.text)] if delta.text else []
+        return parser.feed(delta.marked, is_last=delta.finish_reason is not None)
+
+
+async def ask(
+    service: Service,
+    request: Request,
+    body: ChatBody,
+    *,
+    limit: OutputLimit,
+    label: str,
+    num_logprobs: int | None = None,
+) -> ChatRun:
+    """Render a conversation and hand it to the engine.
+
+    Raises:
+        RequestError: names the field.
+    """
+    question = await asyncio.to_thread(render, service.model, body)
+    generation = begin(
+        service, request, body, [question.prompt], num_logprobs=num_logprobs, limit=limit, label=label
+    )
+    return ChatRun(service.model, question, generation)
