@@ -127,13 +127,24 @@ class _Hit:
 class HitAuditor:
     """Takes hits, runs at most one audit at a time, judges. Lives in the engine thread.
 
+    Args:
+        condemn: drops the checkpoint at a position of a request's path and all behind it, and returns how
+            many; None = in the scheduler alone.
+
     Attributes:
         counts: replaced as a whole, so that other threads may read it.
     """
 
-    def __init__(self, config: AuditConfig, scheduler: Scheduler, new_id: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        config: AuditConfig,
+        scheduler: Scheduler,
+        new_id: Callable[[], int],
+        condemn: Callable[[Request, int], int] | None = None,
+    ) -> None:
         self._config = config
         self._scheduler = scheduler
+        self._condemn = condemn if condemn is not None else scheduler.condemn
         self._new_id = new_id
         self._backlog: deque[_Hit] = deque()
         self._num_hits = 0
@@ -225,7 +236,7 @@ class HitAuditor:
             self._count(difference, num_within_bound=1)
             return
         unit = self._scheduler.geometry.match_unit
-        num_condemned = self._scheduler.condemn(request, unit)
+        num_condemned = self._condemn(request, unit)
         # What waits on the same path met the same fault; a new path there is sound until shown otherwise.
         others = [other for other in self._backlog if not other.shares_path(hit, unit)]
         num_dropped, self._backlog = len(self._backlog) - len(others), deque(others)

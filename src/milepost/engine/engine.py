@@ -123,7 +123,7 @@ class Engine:
         self._observers = list(observers)
         self._explainer = ReuseExplainer(tokenizer)
         self._ids = itertools.count(1)
-        self._auditor = HitAuditor(audit or AuditConfig(), scheduler, lambda: next(self._ids))
+        self._auditor = HitAuditor(audit or AuditConfig(), scheduler, lambda: next(self._ids), self._condemn)
         self._limit = QueueLimit(max_queued_requests, scheduler.config.max_num_seqs)
         self._inbox: deque[_Message] = deque()
         self._wake = threading.Condition()
@@ -421,6 +421,13 @@ class Engine:
         reuse = self._explainer.explain(request.domain, request.prompt_token_ids, update.reuse)
         note = self._tiering.take_note(update.request_id) if self._tiering is not None else None
         return dataclasses.replace(reuse, load=note) if note is not None else reuse
+
+    def _condemn(self, request: Request, position: int) -> int:
+        """An audit failed: drop the path from the cache, and from the stores."""
+        scheduler = self._scheduler
+        if self._tiering is None:
+            return scheduler.condemn(request, position)
+        return self._tiering.condemn(request, lambda: scheduler.condemn(request, position))
 
     def _finish(self, answer: Answer, update: RequestUpdate, delta: OutputDelta) -> None:
         if update.finish_reason is None:

@@ -31,7 +31,7 @@ from milepost.core.transfers import (
 )
 from milepost.core.tree import Node
 from milepost.core.units import floor_div
-from milepost.engine.messages import LoadNote
+from milepost.engine.messages import EngineError, LoadNote
 from milepost.engine.segments import SegmentCodec
 from milepost.stores.port import StoredSegment
 
@@ -49,6 +49,8 @@ MAX_KNOWN_KEYS = 1 << 18
 SAVING_SHARE = 8
 """At most a part in so many of the cache is pinned by saves (but always one segment)."""
 SAVES_PER_TURN = 8
+SETTLE_SECONDS = 30.0
+"""Stores end every call long before."""
 MAX_PENDING_SAVES = 4096
 """Checkpoints that wait for a slow store; the oldest are given up beyond that."""
 
@@ -102,6 +104,7 @@ class Tiering:
         self._saving_bytes = 0
         self._is_blocked = False
         self._num_restores = 0
+        self._removed: list[bytes] | None = None
         self._seconds_per_token = INITIAL_SECONDS_PER_TOKEN
         cache = scheduler.cache
         self._unit = cache.match_unit
@@ -196,8 +199,8 @@ class Tiering:
             except queue.Empty:
                 continue
 
-    def settle(self, timeout_seconds: float) -> bool:
-        """Wait until nobody reads or writes records any more (before some are dropped by force)."""
+    def _settle(self, timeout_seconds: float) -> bool:
+        """Wait until nobody reads or writes records any more."""
         deadline = self._clock() + timeout_seconds
         while self._saving or self._num_restores:
             left = deadline - self._clock()
@@ -208,6 +211,27 @@ class Tiering:
             except queue.Empty:
                 return False
         return True
+
+    def condemn(self, request: Request, drop: Callable[[], int]) -> int:
+        """Run `drop`, which takes checkpoints of the request's path off the cache by force, once nobody reads
+        or writes records, and remove what the stores have of the path.
+
+        Segments of paths that branch off it and are in no cache any more stay in the stores; those that
+        build on a removed one cannot be used.
+
+        Raises:
+            EngineError: a transfer does not end.
+        """
+        if not self._settle(SETTLE_SECONDS):
+            raise EngineError("a transfer does not end, so that wrong checkpoints cannot be dropped")
+        self._removed = []
+        num_dropped = drop()
+        keys = [*self._removed, *(request.chain.keys if request.chain is not None else ())]
+        self._removed = None
+        for key in keys:
+            self._known.pop(key, None)
+        self._tiers.remove(list(dict.fromkeys(keys)))
+        return num_dropped
 
     # -- in ------------------------------------------------------------------------------------
 
@@ -342,7 +366,9 @@ class Tiering:
             self._enqueue(node)
 
     def checkpoint_removed(self, node: Node) -> None:
-        """Nothing to do: a save of what is gone finds out."""
+        """A save of what is gone finds out by itself."""
+        if self._removed is not None:
+            self._removed.append(node.key)
 
     def path_ended(self, node: Node) -> None:
         if node.states is not None:
