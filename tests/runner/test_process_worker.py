@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.checkpoints import tiny_config, write_checkpoint
 from tests.support.driver import Driver, random_tokens
+from tests.support.families import FAMILIES, Shelf
 
 from milepost.core.plan import SamplingParams, StepPlan
 from milepost.errors import WorkerError
@@ -22,9 +22,14 @@ UNIT = 16
 CACHE_BYTES = 4 << 20
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: Any) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("model"), tiny_config(), seed=7)
+# A process takes seconds to start: one of each kind of layer runs always.
+ALWAYS = ("kimi_k3", "qwen3_5_moe")
+PARAMS = [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in sorted(FAMILIES)]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
+def directory(request: Any, shelf: Shelf) -> Path:
+    return shelf.directory(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +90,10 @@ def is_alive(process_id: int) -> bool:
     return True
 
 
-def test_close_ends_the_process_and_a_killed_one_is_noticed(directory: Path) -> None:
-    worker = ProcessWorker(WorkerSpec(str(directory), None, UNIT, CACHE_BYTES, num_threads=1))
+def test_close_ends_the_process_and_a_killed_one_is_noticed(shelf: Shelf) -> None:
+    worker = ProcessWorker(
+        WorkerSpec(str(shelf.directory("kimi_linear")), None, UNIT, CACHE_BYTES, num_threads=1)
+    )
     process_id = worker.process_id
     assert process_id is not None and is_alive(process_id)
     os.kill(process_id, signal.SIGKILL)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.checkpoints import tiny_config, write_checkpoint
+from tests.support.families import FAMILIES, LAYOUTS, Shelf, without_experts_in_bf16
 
 from milepost.kernels.api import Kernels, select_kernels
 from milepost.kernels.native_library import native_library
@@ -17,25 +17,26 @@ from milepost.runner.selftest import self_test
 needs_native = pytest.mark.skipif(native_library().module is None, reason="no native kernels")
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def directory(request: Any, tmp_path_factory: Any) -> Any:
-    return write_checkpoint(tmp_path_factory.mktemp("model"), tiny_config(dtype=request.param), seed=3)
-
-
 @needs_native
-def test_native_kernels_are_exact(directory: Any) -> None:
-    result = self_test(load_model(directory))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_native_kernels_are_exact_for_every_family(layout: str, dtype: str, shelf: Shelf) -> None:
+    """P2: cuts, hits and neighbours leave every bit alone."""
+    result = self_test(shelf.model(layout, dtype=dtype))
     assert result.exact and result.largest_difference == 0.0
     assert result.text.startswith("exactness: exact;")
     assert "native kernels" in result.text and "\n" not in result.text
 
 
-def test_the_reference_is_reported_as_it_is(directory: Any) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_reference_is_reported_as_it_is(family: str, dtype: str, shelf: Shelf) -> None:
     """Whatever torch does here, the text and the promise follow the measurement."""
-    result = self_test(load_model(directory, kernels=select_kernels("reference")))
+    changes = without_experts_in_bf16(family, dtype)
+    result = self_test(shelf.model(family, implementation="reference", **changes))
     assert result.exact == (result.largest_difference == 0.0)
     assert ("exactness: exact" in result.text) == result.exact
-    assert result.largest_difference < 0.1
+    assert result.largest_difference < (1e-3 if dtype == "float32" else 0.3)
 
 
 def broken(change: Any) -> Kernels:
@@ -59,9 +60,9 @@ def broken(change: Any) -> Kernels:
         pytest.param(lambda x, y: 1e-3 if y.shape[1] == 131 and x.shape[0] < 4 else 0.0, id="head"),
     ],
 )
-def test_a_dependence_on_the_batch_is_found(tmp_path: Any, change: Any) -> None:
-    directory = write_checkpoint(tmp_path, tiny_config(dtype="float32"), seed=3)
-    result = self_test(load_model(directory, kernels=broken(change)))
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_dependence_on_the_batch_is_found(family: str, change: Any, shelf: Shelf) -> None:
+    result = self_test(load_model(shelf.directory(family), kernels=broken(change)))
     assert not result.exact
     assert result.largest_difference > 1e-5 or result.largest_difference != result.largest_difference
     assert result.text.startswith("exactness: numeric; a hit may change logits")
