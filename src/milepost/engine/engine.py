@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from milepost.core.metrics import CoreStats
 from milepost.core.plan import StepPlan, StepResult
@@ -35,16 +35,17 @@ from milepost.engine.messages import (
     EngineOverloaded,
     EngineStopped,
     Failed,
-    FinishedRequest,
     GenerationRequest,
     OutputDelta,
     ReuseExplanation,
 )
+from milepost.engine.observer import Observer
 from milepost.engine.tiering import Tiering
 from milepost.engine.tokenizer import Tokenizer
 from milepost.errors import InvariantError, MilepostError, WorkerError
 
 if TYPE_CHECKING:
+    from milepost.engine.kv_events import KvEventSource
     from milepost.engine.segments import SegmentCodec
     from milepost.stores.tiers import Tiers
 
@@ -61,21 +62,6 @@ FLUSH_SECONDS = 15.0
 """How long the end of the engine may wait for stores."""
 IDLE_STEP_WAIT_SECONDS = 0.002
 """Pause after a plan without work while requests are unfinished; new messages end it at once."""
-
-
-class Observer(Protocol):
-    """Hears of events in the engine thread; must not block and must not raise."""
-
-    def admitted(self, reuse: ReuseExplanation) -> None:
-        """A request was admitted; `reuse` says how much of its prompt is not computed."""
-
-    def tokens(
-        self, num_tokens: int, seconds_since_submission: float | None, seconds_since_last: float | None
-    ) -> None:
-        """New output tokens; for the first ones the second argument is set, for later ones the third."""
-
-    def finished(self, record: FinishedRequest) -> None:
-        """A request ended, for whatever reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +121,8 @@ class Engine:
         self._stats = _frozen(scheduler.stats())
         self._stats_due = 0.0
         self._needs_flush_step = False
+        self._turns: list[Callable[[], None]] = []
+        """Called in the engine thread before every step."""
         self._tiering: Tiering | None = None
         self._tiers: Tiers | None = None
         self.failure: str | None = None
@@ -152,6 +140,12 @@ class Engine:
         """Load from and save to stores; before `start`. The engine closes them."""
         self._tiers = tiers
         self._tiering = Tiering(tiers, self._scheduler, codec, clock=self._clock, wake=self._notify)
+        self._turns.append(self._tiering.turn)
+
+    def use_events(self, source: KvEventSource) -> None:
+        """Announce what the cache holds; before `start`."""
+        self._scheduler.cache.tree.listeners.append(source.log)
+        self._turns.append(source.flush)
 
     @property
     def tiering(self) -> Tiering | None:
@@ -286,8 +280,8 @@ class Engine:
             for message in messages:
                 message.apply()
             self._flush()
-            if self._tiering is not None:
-                self._tiering.turn()
+            for turn in self._turns:
+                turn()
             if self._needs_step():
                 return True
             self._take_stats()
