@@ -15,7 +15,8 @@ from milepost.config import CacheConfig, SchedulerConfig
 from milepost.core.plan import SamplingParams
 from milepost.core.scheduler import Scheduler
 from milepost.engine.audit import AuditConfig
-from milepost.engine.engine import Engine, Observer
+from milepost.engine.engine import Engine
+from milepost.engine.observer import Observer
 from milepost.engine.messages import (
     Accepted,
     EngineEvent,
