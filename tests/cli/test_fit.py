@@ -16,6 +16,8 @@ from milepost.config import CacheConfig
 from milepost.core.chunking import effective_spacing
 from milepost.core.geometry import AttentionGroupSpec, CacheGeometry, RecurrentGroupSpec
 from milepost.engine.audit import AuditConfig
+from milepost.engine.serving import ServingOptions
+from milepost.server.options import ServerOptions
 
 
 def geometry(alignment: int | None = 1) -> CacheGeometry:
@@ -82,28 +84,35 @@ def test_the_interval_is_the_one_the_scheduler_uses(alignment: int | None, asked
 def test_lines_of_start_up(tmp_path: Path) -> None:
     directory = write_model_directory(tmp_path / "m")
     model, worker, _ = serving_model(directory, cache_bytes=8 << 20)
-    line = settings_line(model)
+    line = settings_line(model, ServingOptions(), ServerOptions())
     fit = fit_of(small_geometry(), model.cache, model.max_model_len)
     for part in (
         "in force: prefix caching on", "match unit 16",
         f"retention interval {fit.checkpoint_interval} tokens",
         "decode interval 256 tokens", "states per path without bound", "audited hits 0 %",
-        "128 tokens per step", "32 requests at once",
+        "128 tokens per step", "32 requests at once", "any number of requests may wait", "no request timeout",
+        "bodies up to 32.0 MiB", "20 s to drain", "no API key needed",
     ):  # fmt: skip
         assert part in line, part
     model.cache = CacheConfig(8 << 20, 16, max_states_per_path=3, decode_interval=0, checkpoint_interval=0)
     model.audit = AuditConfig(0.01)
-    line = settings_line(model)
+    line = settings_line(model, ServingOptions(), ServerOptions())
     for part in (
         "retention interval off", "decode interval off", "states per path at most 3",
         "audited hits 1 % (bits must be equal)",
     ):  # fmt: skip
         assert part in line, part
     model.audit = AuditConfig(1.0, 0.001)
-    assert "audited hits 100 % (logits may differ by 0.001)" in settings_line(model)
+    assert "audited hits 100 % (logits may differ by 0.001)" in settings_line(
+        model, ServingOptions(), ServerOptions()
+    )
     model.cache = CacheConfig(8 << 20, 16, enable_prefix_caching=False)
-    line = settings_line(model)
+    line = settings_line(model, ServingOptions(), ServerOptions())
     assert "prefix caching off" in line and "interval" not in line and "audited" not in line
+    keys = ServerOptions(api_keys=("first-secret", "second-secret"), request_timeout=60)
+    line = settings_line(model, ServingOptions(max_queued_requests=7), keys)
+    assert "7 requests may wait, request timeout 60 s" in line
+    assert "2 API keys with a cache for each" in line and "secret" not in line
     text = fit_line(fit, CacheConfig(8 << 20, 16))
     assert f"about {fit.cached_tokens:,} tokens of prefixes with {fit.num_checkpoints:,} checkpoints" in text
     assert "smallest prompt that can hit: 17 tokens" in text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from milepost.engine.engine import Engine
 from milepost.engine.output_parser import OutputFormat
 from milepost.engine.serving import SeedSource, ServingModel
 from milepost.engine.tokenizer import Tokenizer
-from milepost.server.app import Server, bind
+from milepost.server.app import EngineDied, Server, bind
+from milepost.server.options import ServerOptions
 
 HTTP = httpx.Client(timeout=60, trust_env=False, verify=False)
 """Shared: making a client costs more than a request."""
@@ -40,6 +41,11 @@ class Running:
     model: ServingModel
     worker: ByteWorker
     scheduler: Scheduler
+    server: Server
+
+    def num_open(self) -> int:
+        """HTTP requests that are being answered."""
+        return self.server._state.num_open
 
     def client(self, **options) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60, **options)
@@ -83,6 +89,8 @@ def serving_model(
     max_model_len: int = MAX_MODEL_LEN,
     seed: int | None = None,
     audit: AuditConfig | None = None,
+    max_queued_requests: int | None = None,
+    max_num_seqs: int = 32,
     **cache_options: Any,
 ) -> tuple[ServingModel, ByteWorker, Scheduler]:
     geometry = small_geometry(MATCH_UNIT)
@@ -90,11 +98,11 @@ def serving_model(
     chat = ChatRenderer.from_directory(directory, tokenizer)
     worker = ByteWorker(geometry, tokenizer)
     cache = CacheConfig(cache_bytes, MATCH_UNIT, enable_prefix_caching=caching, **cache_options)
-    config = SchedulerConfig(128, 32, max_model_len)
+    config = SchedulerConfig(128, max_num_seqs, max_model_len)
     scheduler = Scheduler(geometry, cache, config)
     model = ServingModel(
         name="tiny",
-        engine=Engine(scheduler, worker, tokenizer, audit=audit),
+        engine=Engine(scheduler, worker, tokenizer, audit=audit, max_queued_requests=max_queued_requests),
         tokenizer=tokenizer,
         chat=chat,
         output_format=OutputFormat.choose(tokenizer, chat.template_source),
@@ -111,7 +119,12 @@ def serving_model(
 
 @contextmanager
 def running_server(
-    directory: Path, *, cache_bytes: int = 32 << 20, template: str | None = KIMI_TEMPLATE, **options
+    directory: Path,
+    *,
+    cache_bytes: int = 32 << 20,
+    template: str | None = KIMI_TEMPLATE,
+    server_options: ServerOptions | None = None,
+    **options,
 ) -> Iterator[Running]:
     """Serves from a thread of this process until the block ends."""
     write_model_directory(directory, template=template)
@@ -123,12 +136,17 @@ def running_server(
         address.append(url)
         listening.set()
 
-    server = Server(model, bind(port=0), on_listening)
-    thread = threading.Thread(target=server.serve_until_stopped, daemon=True)
+    server = Server(lambda: model, bind(port=0), on_listening, server_options)
+
+    def serve() -> None:
+        with suppress(EngineDied):
+            server.serve_until_stopped()
+
+    thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     assert listening.wait(20), "the server did not start"
     try:
-        yield Running(address[0], model, worker, scheduler)
+        yield Running(address[0], model, worker, scheduler, server)
     finally:
         worker.gate.set()
         server.should_exit = True

@@ -13,11 +13,12 @@ from tests.engine.tiny_tokenizer import KIMI_TEMPLATE, write_model_directory
 from tests.server.serving import HTTP, serving_model
 
 from milepost.server.app import Server, bind
+from milepost.server.options import ServerOptions
 
 
-@pytest.mark.parametrize("grace_seconds", [0.0, 0.3])
+@pytest.mark.parametrize("drain_seconds", [0.0, 0.3])
 def test_a_stream_ends_with_an_error_and_done(
-    tmp_path: Path, grace_seconds: float, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, drain_seconds: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_model_directory(tmp_path, template=KIMI_TEMPLATE)
     model, worker, scheduler = serving_model(tmp_path, cache_bytes=32 << 20)
@@ -28,7 +29,7 @@ def test_a_stream_ends_with_an_error_and_done(
         address.append(url)
         listening.set()
 
-    server = Server(model, bind(port=0), on_listening, grace_seconds=grace_seconds)
+    server = Server(lambda: model, bind(port=0), on_listening, ServerOptions(drain_seconds=drain_seconds))
     thread = threading.Thread(target=server.serve_until_stopped, daemon=True)
     thread.start()
     assert listening.wait(20)
@@ -46,10 +47,10 @@ def test_a_stream_ends_with_an_error_and_done(
                 worker.gate.clear()  # no step ends any more until the server has begun to stop
                 stopped_at = time.monotonic()
                 server.should_exit = True
-                threading.Timer(grace_seconds + 0.3, worker.gate.set).start()
+                threading.Timer(drain_seconds + 0.3, worker.gate.set).start()
     thread.join(20)
     assert not thread.is_alive()
-    assert time.monotonic() - stopped_at < grace_seconds + 5
+    assert time.monotonic() - stopped_at < drain_seconds + 5
     assert events[-1] == "[DONE]"
     assert "shutting down" in json.loads(events[-2])["error"]["message"]
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []

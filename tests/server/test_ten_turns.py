@@ -54,7 +54,7 @@ def served(model: ServingModel) -> Iterator[str]:
         address.append(url)
         listening.set()
 
-    server = Server(model, bind(port=0), on_listening)
+    server = Server(lambda: model, bind(port=0), on_listening)
     thread = threading.Thread(target=server.serve_until_stopped, daemon=True)
     thread.start()
     assert listening.wait(30), "the server did not start"

@@ -25,6 +25,7 @@ app = typer.Typer(
 EXTRAS = {
     "torch": "cpu", "safetensors": "cpu", "numpy": "cpu", "tokenizers": "cpu",
     "fastapi": "server", "uvicorn": "server", "jinja2": "server", "prometheus_client": "server",
+    "yaml": "server",
 }  # fmt: skip
 """Package -> the extra of `pip install milepost[...]` that brings it."""
 
@@ -56,13 +57,10 @@ def _fail(message: str) -> None:
 
 
 def _is_flag(field: str) -> bool:
-    flags = {
-        "cache_bytes", "prefix_match_unit", "prefix_cache_retention_interval", "decode_interval",
-        "max_states_per_path", "audit_hits", "max_model_len", "max_num_batched_tokens", "max_num_seqs",
-        "dtype", "seed", "host", "port", "trace", "workload", "geometry", "budgets", "policies",
-        "json", "plot", "max_tokens", "temperature", "stop",
-    }  # fmt: skip
-    return field in flags
+    """Whether some command has the option."""
+    flag = f"--{field.replace('_', '-')}"
+    commands = typer.main.get_command(app).commands.values()  # type: ignore[attr-defined]
+    return any(flag in parameter.opts for command in commands for parameter in command.params)
 
 
 def _version(wanted: bool) -> None:
@@ -102,6 +100,15 @@ def serve(
     audit_hits: opt.AuditHits = 0.0,
     tool_call_parser: opt.ToolCallParser = "auto",
     reasoning_parser: opt.ReasoningParser = "auto",
+    max_queued_requests: opt.MaxQueuedRequests = opt.DEFAULT_MAX_QUEUED_REQUESTS,
+    request_timeout: opt.RequestTimeout = None,
+    max_body_bytes: opt.MaxBodyBytes = opt.DEFAULT_BODY_SIZE,
+    drain_seconds: opt.DrainSeconds = opt.DEFAULT_DRAIN_SECONDS,
+    api_key: opt.ApiKey = None,
+    api_key_file: opt.ApiKeyFile = None,
+    admin_api_key: opt.AdminApiKey = None,
+    share_prefix_across_keys: opt.SharePrefix = False,
+    config: opt.ConfigFile = None,
 ) -> None:
     """Serve a model over the OpenAI API."""
     from milepost.cli.serve import serve_model
@@ -122,8 +129,18 @@ def serve(
         audit_hits=audit_hits,
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
+        max_queued_requests=max_queued_requests if max_queued_requests >= 0 else None,
     )
-    serve_model(model, options, host, port)
+    server_options = opt.server_options(
+        request_timeout=request_timeout,
+        max_body_bytes=max_body_bytes,
+        drain_seconds=drain_seconds,
+        api_keys=api_key or [],
+        api_key_file=api_key_file,
+        admin_api_keys=admin_api_key or [],
+        share_prefix_across_keys=share_prefix_across_keys,
+    )
+    serve_model(model, options, server_options, host, port)
 
 
 @app.command()

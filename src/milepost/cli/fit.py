@@ -12,7 +12,8 @@ from milepost.core.chunking import effective_spacing
 from milepost.core.geometry import CacheGeometry
 
 if TYPE_CHECKING:
-    from milepost.engine.serving import ServingModel
+    from milepost.engine.serving import ServingModel, ServingOptions
+    from milepost.server.options import ServerOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def interval_text(fit: Fit) -> str:
     return text
 
 
-def settings_line(model: ServingModel) -> str:
+def settings_line(model: ServingModel, options: ServingOptions, server: ServerOptions) -> str:
     """What is in force, defaults included."""
     cache, audit = model.cache, model.audit
     parts = [f"match unit {cache.match_unit}"]
@@ -102,4 +103,13 @@ def settings_line(model: ServingModel) -> str:
         parts = ["prefix caching off", *parts]
     parts.append(f"{model.scheduler.max_num_batched_tokens} tokens per step")
     parts.append(f"{model.scheduler.max_num_seqs} requests at once")
+    queue = options.max_queued_requests
+    parts.append(f"{'any number of' if queue is None else queue} requests may wait")
+    timeout = server.request_timeout
+    parts.append("no request timeout" if timeout is None else f"request timeout {timeout:g} s")
+    parts.append(f"bodies up to {format_size(server.max_body_bytes)}")
+    parts.append(f"{server.drain_seconds:g} s to drain")
+    num_keys = len(server.api_keys) + len(server.admin_api_keys)
+    caches = "one cache for all" if server.share_prefix_across_keys else "a cache for each"
+    parts.append(f"{num_keys} API keys with {caches}" if num_keys else "no API key needed")
     return "in force: " + ", ".join(parts)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from milepost.cli.config_file import read_config
 from milepost.cli.sizes import parse_size
 from milepost.config import DEFAULT_DECODE_INTERVAL, DEFAULT_MATCH_UNIT
 from milepost.errors import RequestError
@@ -85,7 +86,64 @@ ServerSeed = Annotated[
     int | None, typer.Option("--seed", help="Seed for requests that bring none. Default: a random one each.")
 ]
 
+MaxQueuedRequests = Annotated[
+    int,
+    typer.Option(
+        "--max-queued-requests",
+        help="Requests that may wait; further ones get 429 with Retry-After. -1 = no limit.",
+    ),
+]
+RequestTimeout = Annotated[
+    float | None,
+    typer.Option("--request-timeout", help="Seconds from arrival to the last token. Default: no limit."),
+]
+MaxBodyBytes = Annotated[
+    str, typer.Option("--max-body-bytes", help="Largest request body, like 32MiB; a larger one gets 413.")
+]
+DrainSeconds = Annotated[
+    float,
+    typer.Option(
+        "--drain-seconds",
+        help="How long open requests may go on after SIGTERM. A second signal ends at once.",
+    ),
+]
+ApiKey = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--api-key",
+        help="Key that clients must send; may be repeated. Every user of the machine can see it: better use "
+        "--api-key-file. Each key has a cache of its own.",
+    ),
+]
+ApiKeyFile = Annotated[
+    Path | None,
+    typer.Option("--api-key-file", help="File with one key per line, readable by its owner only (0600)."),
+]
+AdminApiKey = Annotated[
+    list[str] | None,
+    typer.Option("--admin-api-key", help="Key that may also use routes that concern all; may be repeated."),
+]
+SharePrefix = Annotated[
+    bool,
+    typer.Option(
+        "--share-prefix-across-keys",
+        help="One cache for all keys: what one caller sent before then shows in the numbers of another.",
+    ),
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        help="YAML file with option names and values; options given here win.",
+        callback=read_config,
+        is_eager=True,
+    ),
+]
+
 DEFAULT_CACHE_SIZE = "1GiB"
+DEFAULT_BODY_SIZE = "32MiB"
+DEFAULT_MAX_QUEUED_REQUESTS = 1024
+DEFAULT_DRAIN_SECONDS = 20.0
 
 
 def serving_options(
@@ -111,6 +169,24 @@ def serving_options(
         decode_interval=decode_interval,
         dtype=None if dtype == "auto" else dtype,
         **others,
+    )
+
+
+def server_options(
+    *, max_body_bytes: str, api_keys: Sequence[str], api_key_file: Path | None, **others: Any
+) -> Any:
+    """`server.options.ServerOptions` from option values (imported late: it needs the extra `server`).
+
+    Raises:
+        ConfigError: a value that cannot work, by its name.
+    """
+    from milepost.server.access import read_key_file
+    from milepost.server.options import ServerOptions
+
+    keys = [*api_keys, *(read_key_file(api_key_file) if api_key_file is not None else ())]
+    others["admin_api_keys"] = tuple(others.get("admin_api_keys") or ())
+    return ServerOptions(
+        max_body_bytes=parse_size(max_body_bytes, "max_body_bytes"), api_keys=tuple(keys), **others
     )
 
 

@@ -12,26 +12,46 @@ from milepost.cli.fit import settings_line
 from milepost.cli.loading import load
 
 if TYPE_CHECKING:
-    from milepost.engine.serving import ServingOptions
+    from milepost.engine.serving import ServingModel, ServingOptions
+    from milepost.server.options import ServerOptions
 
 
-def serve_model(directory: Path | None, options: ServingOptions, host: str, port: int) -> None:
-    """Load a model and serve it until interrupted. The port is taken before anything is loaded."""
+def serve_model(
+    directory: Path | None, options: ServingOptions, server_options: ServerOptions, host: str, port: int
+) -> None:
+    """Load a model and serve it until a signal. The port is taken, and answers 503, before anything is
+    loaded.
+
+    Raises:
+        MilepostError: what keeps it from serving, or why it stopped by itself.
+    """
     from milepost.server.app import Server, bind
 
     console = Console(stderr=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     for name in ("httpx", "uvicorn.error", "asyncio"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    with bind(host, port) as listener:
-        model = load(directory, options, console)
-        console.print(settings_line(model), highlight=False, soft_wrap=True)
 
-        def on_listening(address: str) -> None:
+    def load_model() -> ServingModel:
+        model = load(directory, options, console)
+        console.print(settings_line(model, options, server_options), highlight=False, soft_wrap=True)
+        return model
+
+    def on_listening(address: str) -> None:
+        console.print(
+            f"listening on [bold]{address}[/bold] (OpenAI API at {address}/v1)",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    def on_draining(num_open: int) -> None:
+        if num_open:
             console.print(
-                f"listening on [bold]{address}[/bold] (OpenAI API at {address}/v1)",
+                f"stopping: {num_open} open requests may go on for {server_options.drain_seconds:g} s; "
+                "a second signal ends them",
                 highlight=False,
                 soft_wrap=True,
             )
 
-        Server(model, listener, on_listening).serve_until_stopped()
+    with bind(host, port) as listener:
+        Server(load_model, listener, on_listening, server_options, on_draining).serve_until_stopped()

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING
 
 from milepost.config import DEFAULT_DECODE_INTERVAL, DEFAULT_MATCH_UNIT, CacheConfig, SchedulerConfig
 from milepost.core.geometry import CacheGeometry
+from milepost.core.plan import SamplingParams
 from milepost.core.request import CacheDomain
 from milepost.core.scheduler import Scheduler
 from milepost.engine.audit import AuditConfig, logit_bound
+from milepost.engine.blocking import answer
 from milepost.engine.chat import ChatRenderer
 from milepost.engine.engine import Engine
+from milepost.engine.messages import GenerationRequest
 from milepost.engine.output_parser import AUTO, OutputFormat
 from milepost.engine.params import random_seed
 from milepost.engine.tokenizer import Tokenizer
@@ -42,6 +45,7 @@ class ServingOptions:
         max_model_len: None = what the model declares, or what the budget holds if that is less.
         seed: None = requests without a seed get a random one; else theirs are drawn from it.
         decode_interval: None = the default, rounded up to the match unit.
+        max_queued_requests: requests that may wait for a seat; further ones are refused. None = no bound.
     """
 
     cache_bytes: int = DEFAULT_CACHE_BYTES
@@ -59,6 +63,7 @@ class ServingOptions:
     audit_hits: float = 0.0
     reasoning_parser: str = AUTO
     tool_call_parser: str = AUTO
+    max_queued_requests: int | None = None
 
     def cache_config(self) -> CacheConfig:
         """Raises: ConfigError: an option that cannot work, by its name."""
@@ -204,7 +209,9 @@ def load_serving_model(
     worker = TorchWorker(model, geometry, options.cache_bytes)
     promise = self_test(model)
     audit = AuditConfig(options.audit_hits, logit_bound(promise.exact, model.dtype))
-    engine = Engine(scheduler, worker, tokenizer, audit=audit)
+    engine = Engine(
+        scheduler, worker, tokenizer, audit=audit, max_queued_requests=options.max_queued_requests
+    )
     return ServingModel(
         name=options.served_model_name or path.resolve().name,
         engine=engine,
@@ -223,10 +230,33 @@ def load_serving_model(
     )
 
 
-def cache_domain(cache_salt: str | None, api_key: str | None = None) -> CacheDomain:
+WARM_UP_TOKENS = 8
+
+
+def warm_up(model: ServingModel) -> None:
+    """One short answer through the started engine, in no metric and no log; keeps nothing in the cache.
+
+    Raises:
+        MilepostError: the engine cannot answer.
+    """
+    prompt = array("I", [0] * max(1, min(WARM_UP_TOKENS, model.max_model_len - 2)))
+    sampling = SamplingParams(temperature=0.0)
+    request = GenerationRequest(prompt, sampling, max_tokens=1, uses_cache=False, is_counted=False)
+    for _ in answer(model.engine, request):
+        pass
+
+
+def cache_domain(
+    cache_salt: str | None, api_key: str | None = None, *, is_separate: bool = False
+) -> CacheDomain:
     """The domain of a request: prefixes are shared only where salts, and the keys they came with, are
-    equal. Without a salt nothing separates callers."""
-    if not cache_salt:
+    equal.
+
+    Args:
+        is_separate: the key separates callers also where no salt is sent.
+    """
+    if not cache_salt and not is_separate:
         return CacheDomain()
     bound_to = blake2b((api_key or "").encode(), digest_size=32).digest()
-    return CacheDomain(tenant_salt=blake2b(cache_salt.encode(), key=bound_to, digest_size=32).digest())
+    salt = blake2b((cache_salt or "").encode(), key=bound_to, digest_size=32).digest()
+    return CacheDomain(tenant_salt=salt)

@@ -8,26 +8,57 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
 
-from milepost.engine.messages import EngineError, EngineStopped
+from milepost.engine.messages import (
+    EngineError,
+    EngineOverloaded,
+    EngineStopped,
+    ReaderTooSlow,
+    RequestTimedOut,
+)
 from milepost.errors import MilepostError, RequestError
+from milepost.server.access import challenge
+from milepost.server.state import Unavailable
 
 log = logging.getLogger(__name__)
+
+CLIENT_CLOSED_REQUEST = 499
+"""Nobody reads it; the number shows in tests and proxies."""
+KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+ENGINE_ERRORS: tuple[tuple[type[EngineError], int, str, str], ...] = (
+    (EngineOverloaded, 429, "rate_limit_error", "queue_full"),
+    (RequestTimedOut, 504, "timeout_error", "request_timeout"),
+    (ReaderTooSlow, 408, "timeout_error", "reader_too_slow"),
+    (EngineStopped, 503, "server_error", "engine_error"),
+    (EngineError, 500, "server_error", "engine_error"),
+)
+"""Kind of error -> status, `type`, `code`; the first that fits."""
 
 
 def error_object(error: BaseException) -> tuple[int, dict[str, Any]]:
     """HTTP status and body of an error."""
     if isinstance(error, RequestError):
-        kind = "not_found_error" if error.status == 404 else "invalid_request_error"
+        kind = KINDS.get(error.status, "invalid_request_error")
         return error.status, _body(str(error), kind, error.param, error.code)
-    if isinstance(error, EngineError):
-        status = 503 if isinstance(error, EngineStopped) else 500
-        return status, _body(str(error), "server_error", None, "engine_error")
+    if isinstance(error, Unavailable):
+        return 503, _body(str(error), "server_error", None, "unavailable")
+    for known, status, kind, code in ENGINE_ERRORS:
+        if isinstance(error, known):
+            return status, _body(str(error), kind, None, code)
     return 500, _body(
         "internal error; the server's log has the details", "server_error", None, "internal_error"
     )
+
+
+def error_response(error: BaseException) -> JSONResponse:
+    """The response to a request that failed before its first byte."""
+    status, body = error_object(error)
+    headers = challenge(status)
+    if isinstance(error, EngineOverloaded | Unavailable):
+        headers["retry-after"] = str(error.retry_after_seconds)
+    return JSONResponse(body, status, headers)
 
 
 def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
@@ -39,8 +70,11 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(MilepostError)
     async def on_milepost_error(request: Request, error: MilepostError) -> JSONResponse:
-        status, body = error_object(error)
-        return JSONResponse(body, status)
+        return error_response(error)
+
+    @app.exception_handler(ClientDisconnect)
+    async def on_disconnect(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     @app.exception_handler(HTTPException)
     async def on_http_exception(request: Request, error: HTTPException) -> JSONResponse:
@@ -57,5 +91,4 @@ def install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def on_other_error(request: Request, error: Exception) -> JSONResponse:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        status, body = error_object(error)
-        return JSONResponse(body, status)
+        return error_response(error)

@@ -20,6 +20,8 @@ from milepost.engine.params import (
 )
 from milepost.engine.serving import ServingModel, cache_domain
 from milepost.errors import RequestError
+from milepost.server.access import caller_of
+from milepost.server.options import ServerOptions
 from milepost.server.schema import Body
 
 
@@ -30,6 +32,7 @@ class Service:
     model: ServingModel
     front: AsyncEngine
     started_at: int
+    options: ServerOptions = field(default_factory=ServerOptions)
 
 
 @dataclass(slots=True)
@@ -136,12 +139,6 @@ def check_model(service: Service, name: str | None) -> None:
     )
 
 
-def api_key(request: Request) -> str | None:
-    """The key a client sent, if any; it is not checked, it only keeps salts of clients apart."""
-    kind, _, key = request.headers.get("authorization", "").partition(" ")
-    return key.strip() or None if kind.lower() == "bearer" else None
-
-
 def begin(
     service: Service,
     request: Request,
@@ -162,7 +159,8 @@ def begin(
     stop = checked_stop(body.stop)
     options = body.sampling_options(num_logprobs)
     seed = model.seeds.next() if body.seed is None else body.seed
-    domain = cache_domain(body.cache_salt, api_key(request))
+    caller = caller_of(request)
+    domain = cache_domain(body.cache_salt, caller.key, is_separate=caller.is_separate)
     requests: list[GenerationRequest] = []
     choices: list[Choice] = []
     for prompt_index, prompt in enumerate(prompts):
@@ -194,6 +192,7 @@ def begin(
                     retention_priority=body.cache_priority or 0,
                     pin_seconds=prompt.pin_seconds,
                     marks=prompt.marks,
+                    owner=caller.owner,
                     label=label if len(prompts) * n == 1 else f"{label}/{index}",
                 )
             )

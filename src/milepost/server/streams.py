@@ -16,13 +16,15 @@ from starlette.types import Receive, Scope, Send
 from milepost.engine.aio import AnswerStream
 from milepost.engine.messages import OutputDelta
 from milepost.errors import MilepostError
-from milepost.server.errors import error_object
+from milepost.server.errors import CLIENT_CLOSED_REQUEST, error_object
+from milepost.server.options import HEARTBEAT_SECONDS
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-CLIENT_CLOSED_REQUEST = 499
 DONE = b"data: [DONE]\n\n"
+HEARTBEAT = b": waiting\n\n"
+STALL_SECONDS = 60.0
 
 
 async def all_accepted(streams: Sequence[AnswerStream]) -> None:
@@ -61,9 +63,12 @@ async def respond(
     request: Request, streams: Sequence[AnswerStream], reply: Reply, *, is_stream: bool
 ) -> Response:
     """The HTTP response to a request that was handed to the engine, once it is accepted."""
-    await all_accepted(streams)
+    left = await while_connected(request, all_accepted(streams))
+    if left is not None:
+        return left
     if is_stream:
-        return EventStream(reply.events(), lambda: cancel_all(streams), reply.last_event)
+        heartbeat = request.app.state.service.options.heartbeat_seconds
+        return EventStream(reply.events(), lambda: cancel_all(streams), reply.last_event, heartbeat)
     result = await while_connected(request, reply.whole())
     return result if isinstance(result, Response) else JSONResponse(result)
 
@@ -76,15 +81,16 @@ async def merged(streams: Sequence[AnswerStream]) -> AsyncGenerator[tuple[int, O
             async for delta in stream:
                 yield 0, delta
         return
-    arrived: asyncio.Queue[tuple[int, OutputDelta | BaseException | None]] = asyncio.Queue()
+    # Bounded: a reader that stops is noticed by the streams, which count what is not taken from them.
+    arrived: asyncio.Queue[tuple[int, OutputDelta | BaseException | None]] = asyncio.Queue(len(streams))
 
     async def forward(index: int, stream: AnswerStream) -> None:
         try:
             async for delta in stream:
-                arrived.put_nowait((index, delta))
-            arrived.put_nowait((index, None))
+                await arrived.put((index, delta))
+            await arrived.put((index, None))
         except MilepostError as error:
-            arrived.put_nowait((index, error))
+            await arrived.put((index, error))
 
     tasks = [asyncio.create_task(forward(index, stream)) for index, stream in enumerate(streams)]
     try:
@@ -127,8 +133,10 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(Response):
     """Server-sent events from an async iterator of JSON objects, ended by `[DONE]`.
 
-    A failure after the first byte is sent as an event with an `error` object. When the client goes,
-    the iterator is closed at once, also while nothing is being sent.
+    While there is nothing to say (the request waits, or its prompt is read) a comment goes out every
+    `heartbeat_seconds`, so that proxies keep the connection. A failure after the first byte is sent as an
+    event with an `error` object. When the client goes, or takes nothing for `STALL_SECONDS`, the iterator
+    is closed at once, also while nothing is being sent.
     """
 
     media_type = "text/event-stream"
@@ -138,6 +146,7 @@ class EventStream(Response):
         events: AsyncGenerator[dict[str, Any], None],
         on_close: Callable[[], None],
         last_event: Callable[[], dict[str, Any] | None] = lambda: None,
+        heartbeat_seconds: float = HEARTBEAT_SECONDS,
     ) -> None:
         """
         Args:
@@ -149,6 +158,9 @@ class EventStream(Response):
         self._events = events
         self._on_close = on_close
         self._last_event = last_event
+        self._heartbeat_seconds = heartbeat_seconds
+        self._sending = asyncio.Lock()
+        self._last_sent = 0.0
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     def init_headers(self, headers: Any = None) -> None:
@@ -160,13 +172,14 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.create_task(self._send_all(send))
         watching = asyncio.create_task(_disconnected(receive))
+        beating = asyncio.create_task(self._beat(send))
         try:
-            await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({sending, watching, beating}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._on_close()
-            for task in (sending, watching):
+            for task in (sending, watching, beating):
                 task.cancel()
-            for task in (sending, watching):
+            for task in (sending, watching, beating):
                 with contextlib.suppress(asyncio.CancelledError, OSError):
                     await task
 
@@ -174,7 +187,9 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
 
         async def send_part(body: bytes) -> None:
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            async with self._sending:
+                self._last_sent = asyncio.get_running_loop().time()
+                await send({"type": "http.response.body", "body": body, "more_body": True})
 
         try:
             async for event in self._events:
@@ -189,7 +204,25 @@ class EventStream(Response):
         finally:
             await self._events.aclose()
         await send_part(DONE)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        async with self._sending:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _beat(self, send: Send) -> None:
+        """Returns when the client has taken nothing for too long. Whoever sends holds the lock."""
+        loop = asyncio.get_running_loop()
+        self._last_sent = loop.time()
+        while True:
+            await asyncio.sleep(self._last_sent + self._heartbeat_seconds - loop.time())
+            try:
+                await asyncio.wait_for(self._sending.acquire(), STALL_SECONDS)
+            except TimeoutError:
+                return
+            try:
+                if loop.time() >= self._last_sent + self._heartbeat_seconds:
+                    self._last_sent = loop.time()
+                    await send({"type": "http.response.body", "body": HEARTBEAT, "more_body": True})
+            finally:
+                self._sending.release()
 
 
 def encode_event(event: dict[str, Any]) -> bytes:

@@ -20,6 +20,7 @@ from milepost.server.conversation import checked_messages, checked_tools
 from milepost.server.docs import json_body
 from milepost.server.generation import Service, check_model
 from milepost.server.schema import DetokenizeBody, TokenizeBody, parse_body
+from milepost.server.state import ServerState
 
 router = APIRouter()
 
@@ -29,9 +30,13 @@ def _service(request: Request) -> Service:
     return service
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """200 while the engine runs, 503 with the reason when it has stopped."""
+    """200 while requests are answered; 503 with the reason while the model is loaded and warmed up, while
+    the server drains, and when the engine has stopped."""
+    state: ServerState = request.app.state.phase
+    state.check_admits()
     engine = _service(request).model.engine
     if not engine.is_healthy:
         raise EngineStopped(f"the engine has stopped: {engine.failure or 'it was closed'}")
