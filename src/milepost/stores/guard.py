@@ -120,7 +120,10 @@ class GuardedStore:
         self.name = store.name
         self.options = options or GuardOptions()
         self.breaker = Breaker(self.options, clock)
-        self.meter = Meter()
+        self.meter = Meter(
+            call_seconds=getattr(store, "expected_call_seconds", 0.002),
+            load_bytes_per_second=getattr(store, "expected_load_bytes_per_second", 5e8),
+        )
         # Stores count what they find in objects; the guard adds what it sees from outside.
         self.outcomes: Outcomes = getattr(store, "outcomes", None) or Outcomes()
         self._clock = clock
@@ -175,12 +178,18 @@ class GuardedStore:
         return [bool(each) for each in saved] if saved is not None else [False] * len(segments)
 
     def remove(self, keys: Sequence[bytes], *, deadline_seconds: float) -> int:
+        return self.try_remove(keys, deadline_seconds) or 0
+
+    def try_remove(self, keys: Sequence[bytes], deadline_seconds: float) -> int | None:
+        """As `remove`; None if the store did not answer, and may still have them."""
+
         def remove(seconds: float) -> Sequence[None]:
             num_removed = self.store.remove(keys, deadline_seconds=seconds)
             self.outcomes.add(oc.REMOVE, oc.REMOVED, num_removed)
             return [None] * num_removed
 
-        return len(self._call(oc.REMOVE, None, deadline_seconds, remove) or ())
+        removed = self._call(oc.REMOVE, None, deadline_seconds, remove)
+        return None if removed is None else len(removed)
 
     def close(self) -> None:
         """Let the store release everything; one that hangs is left behind."""

@@ -50,6 +50,10 @@ class ObjectStore(ABC):
         clock: monotonic seconds.
     """
 
+    expected_call_seconds = 0.0005
+    expected_load_bytes_per_second = 1e9
+    """Believed until they were measured."""
+
     def __init__(self, name: str, identity: Identity, clock: Clock) -> None:
         self.name = name
         self.identity = identity

@@ -1,0 +1,326 @@
+"""Several stores as one, fastest first, for a thread that must never wait.
+
+Every method called by the engine returns at once; answers are futures, resolved by threads of the tiers at
+the deadline at the latest. What a tier does not answer in time is a miss there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+
+from milepost.errors import StoreError
+from milepost.stores.answers import Answer, Timer
+from milepost.stores.guard import GuardedStore, GuardOptions
+from milepost.stores.lanes import Lane
+from milepost.stores.meter import CallTotals
+from milepost.stores.objects import Clock, Deadline
+from milepost.stores.port import SegmentHeader, SegmentStore, StoredSegment
+from milepost.stores.write_behind import WriteBehind
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Attributes:
+    header: of the segment.
+    tier: index of the fastest tier that has it.
+    """
+
+    header: SegmentHeader
+    tier: int
+
+
+@dataclass(frozen=True, slots=True)
+class TiersOptions:
+    """Attributes:
+    max_pending_save_bytes: payloads that wait to be saved; more is refused, and the caller may try later.
+    max_batch_bytes: payloads in one call to a store, unless a single segment is larger; what was loaded
+        before a deadline passed is kept by whole calls.
+    save_deadline_seconds: of one call that saves or removes.
+    num_threads: lookups, and loads, that run at the same time; more wait, and may miss their deadlines.
+    """
+
+    max_pending_save_bytes: int = 256 << 20
+    max_batch_bytes: int = 32 << 20
+    save_deadline_seconds: float = 10.0
+    num_threads: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TierCounters:
+    """A snapshot of one tier.
+
+    Attributes:
+        outcomes: keys by (operation, outcome); names are in `outcomes`.
+        calls: number, seconds and payload bytes of calls that came back or timed out, by operation.
+        pending_save_bytes: payloads in its queue or being written.
+        breaker_is_open: it is left alone at present.
+    """
+
+    name: str
+    outcomes: dict[tuple[str, str], int]
+    calls: dict[str, CallTotals]
+    pending_save_bytes: int
+    breaker_is_open: bool
+
+    @property
+    def read_bytes(self) -> int:
+        return self.calls.get("load", CallTotals()).num_bytes
+
+    @property
+    def written_bytes(self) -> int:
+        return self.calls.get("save", CallTotals()).num_bytes
+
+
+@dataclass(eq=False, slots=True)
+class _Transfer:
+    """A segment on its way in, and who waits for it.
+
+    Attributes:
+        deadline: of the load that began it.
+        waiters: (answer, index in it).
+        may_promote: False once the key was removed meanwhile.
+    """
+
+    found: Found
+    deadline: Deadline
+    waiters: list[tuple[Answer[StoredSegment], int]] = field(default_factory=list)
+    may_promote: bool = True
+
+
+class Tiers:
+    """See the module. Owns the stores and closes them.
+
+    Args:
+        stores: fastest first; names must differ.
+
+    Raises:
+        StoreError: no store, or two with one name.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[SegmentStore],
+        options: TiersOptions | None = None,
+        *,
+        guard_options: GuardOptions | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.names = tuple(store.name for store in stores)
+        if not stores or len(set(self.names)) < len(self.names):
+            raise StoreError(f"tiers need stores with different names, not {list(self.names)}")
+        self.options = options or TiersOptions()
+        self.forbidden_threads: set[int] = set()
+        self._clock = clock
+        self._stores = [
+            GuardedStore(store, guard_options, clock=clock, forbidden_threads=self.forbidden_threads)
+            for store in stores
+        ]
+        self._writes = WriteBehind(
+            self._stores,
+            max_pending_bytes=self.options.max_pending_save_bytes,
+            max_batch_bytes=self.options.max_batch_bytes,
+            save_deadline_seconds=self.options.save_deadline_seconds,
+            clock=clock,
+        )
+        self._find_lane = Lane("find", self.options.num_threads)
+        self._load_lane = Lane("load", self.options.num_threads)
+        self._timer = Timer("store-deadlines", clock)
+        self._lock = threading.Lock()
+        self._transfers: dict[bytes, _Transfer] = {}
+        self._closed = False
+
+    def forbid_thread(self, thread_id: int) -> None:
+        """From now on a store that is called on this thread raises InvariantError: the thread of an engine
+        must never wait for one."""
+        self.forbidden_threads.add(thread_id)
+
+    # ------------------------------------------------------------ in
+
+    def find(self, keys: Sequence[bytes], *, deadline_seconds: float) -> Future[list[Found | None]]:
+        """Where the segments that end at `keys` are; one lookup per tier for all that is still missing."""
+        future: Future[list[Found | None]] = Future()
+        answer = Answer(future, len(keys))
+        deadline = Deadline(deadline_seconds, self._clock)
+        self._timer.after(deadline_seconds, answer.finish)
+        self._start(self._find_lane, answer, partial(self._find, list(keys), deadline, answer))
+        return future
+
+    def load(self, found: Sequence[Found], *, deadline_seconds: float) -> Future[list[StoredSegment | None]]:
+        """Whole segments. One that is on its way already is not fetched twice; what came from a slower tier
+        is saved to the faster ones in the background."""
+        future: Future[list[StoredSegment | None]] = Future()
+        answer = Answer(future, len(found))
+        deadline = Deadline(deadline_seconds, self._clock)
+        new: dict[int, list[_Transfer]] = {}
+        with self._lock:
+            for index, each in enumerate(found):
+                transfer = self._transfers.get(each.header.key)
+                if transfer is None or transfer.deadline.passed:
+                    transfer = self._transfers[each.header.key] = _Transfer(each, deadline)
+                    new.setdefault(each.tier, []).append(transfer)
+                transfer.waiters.append((answer, index))
+        self._timer.after(deadline_seconds, answer.finish)
+        for tier, transfers in new.items():
+            self._start(self._load_lane, answer, partial(self._load, tier, transfers, deadline))
+        return future
+
+    def _start(
+        self, lane: Lane, answer: Answer[Found] | Answer[StoredSegment], work: Callable[[], None]
+    ) -> None:
+        try:
+            lane.start(work)
+        except RuntimeError:
+            # Closed.
+            answer.finish()
+
+    def _find(self, keys: list[bytes], deadline: Deadline, answer: Answer[Found]) -> None:
+        missing = list(range(len(keys)))
+        for tier, store in enumerate(self._stores):
+            if not missing or deadline.passed:
+                break
+            # A tier that hangs leaves time for those behind it.
+            seconds = deadline.remaining_seconds / (len(self._stores) - tier)
+            headers = store.lookup([keys[index] for index in missing], deadline_seconds=seconds)
+            for index, header in zip(missing, headers, strict=True):
+                if header is not None:
+                    answer.put(index, Found(header, tier))
+            missing = [index for index, header in zip(missing, headers, strict=True) if header is None]
+        answer.finish()
+
+    def _load(self, tier: int, transfers: list[_Transfer], deadline: Deadline) -> None:
+        """In batches, so that what came before the deadline counts; then what is missing, further down."""
+        try:
+            for start, end in self._batches(transfers):
+                self._load_batch(tier, transfers[start:end], deadline)
+        finally:
+            # Nobody waits for what an error left over.
+            for transfer in transfers:
+                self._deliver(transfer, None)
+
+    def _batches(self, transfers: Sequence[_Transfer]) -> list[tuple[int, int]]:
+        """Ranges of at most `max_batch_bytes`, or of one segment."""
+        bounds, num_bytes = [0], 0
+        for index, transfer in enumerate(transfers):
+            size = transfer.found.header.payload_bytes
+            if num_bytes and num_bytes + size > self.options.max_batch_bytes:
+                bounds.append(index)
+                num_bytes = 0
+            num_bytes += size
+        return list(zip(bounds, [*bounds[1:], len(transfers)], strict=True))
+
+    def _load_batch(self, tier: int, transfers: Sequence[_Transfer], deadline: Deadline) -> None:
+        for index in range(tier, len(self._stores)):
+            if not transfers or deadline.passed:
+                break
+            keys = [transfer.found.header.key for transfer in transfers]
+            loaded = self._stores[index].load(keys, deadline_seconds=deadline.remaining_seconds)
+            missing = []
+            for transfer, segment in zip(transfers, loaded, strict=True):
+                if segment is None:
+                    missing.append(transfer)
+                else:
+                    self._promote(transfer, segment, index)
+                    self._deliver(transfer, segment)
+            # It was evicted or found damaged since; a slower tier may have it as well.
+            transfers = missing
+        for transfer in transfers:
+            self._deliver(transfer, None)
+
+    def _deliver(self, transfer: _Transfer, segment: StoredSegment | None) -> None:
+        key = transfer.found.header.key
+        with self._lock:
+            if self._transfers.get(key) is transfer:
+                del self._transfers[key]
+            waiters, transfer.waiters = transfer.waiters, []
+        for answer, index in waiters:
+            answer.put(index, segment)
+
+    def _promote(self, transfer: _Transfer, segment: StoredSegment, tier: int) -> None:
+        key = segment.header.key
+        faster = [index for index in range(tier) if not self._writes.is_pending(index, key)]
+        if faster and transfer.may_promote:
+            # What was computed comes before what a slower tier keeps anyway.
+            self._writes.save(segment, faster, lambda saved: None, share=0.5)
+
+    # ------------------------------------------------------------ out
+
+    def save(self, segment: StoredSegment, done: Callable[[bool], None]) -> bool:
+        """Save to every tier that does not have it, behind the caller's back.
+
+        Args:
+            segment: its payload may be views of live memory; it must not change before `done`.
+            done: called once from a thread of a tier, when no tier needs the payload any more, with whether
+                at least one has the segment. A store that hangs delays it until the call ends.
+
+        Returns:
+            False if there is no room for it now; nothing is kept then, and `done` is not called.
+        """
+        return self._writes.save(segment, range(len(self._stores)), done)
+
+    def remove(self, keys: Sequence[bytes]) -> Future[int]:
+        """Forget segments in every tier, pending saves included; how many there were.
+
+        Raises (in the future):
+            StoreError: names tiers that did not answer; they may still have them.
+        """
+        with self._lock:
+            for key in keys:
+                if (transfer := self._transfers.get(key)) is not None:
+                    transfer.may_promote = False
+        return self._writes.remove(list(keys))
+
+    @property
+    def pending_save_bytes(self) -> int:
+        """Payloads that wait for a tier or are being written."""
+        return self._writes.pending_bytes
+
+    @property
+    def oldest_pending_seconds(self) -> float:
+        """How long the oldest of them has been waiting; 0 if there is none."""
+        return self._writes.oldest_pending_seconds
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Wait until everything handed to `save` and `remove` is settled; whether it was in time."""
+        return self._writes.flush(timeout_seconds)
+
+    def close(self, timeout_seconds: float = 5.0) -> None:
+        """Save what can be saved in that time, give up the rest, and close the stores."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._writes.flush(timeout_seconds)
+        self._writes.close()
+        self._find_lane.close()
+        self._load_lane.close()
+        self._timer.close()
+        for store in self._stores:
+            store.close()
+
+    # ------------------------------------------------------------ numbers
+
+    def load_bytes_per_second(self, tier: int) -> float:
+        """Measured bandwidth of loads, beyond the latency of a call."""
+        return self._stores[tier].meter.load_bytes_per_second
+
+    def load_latency_seconds(self, tier: int) -> float:
+        """Measured time of a call that carries next to nothing."""
+        return self._stores[tier].meter.call_seconds
+
+    def counters(self) -> list[TierCounters]:
+        """One per tier, in their order."""
+        return [
+            TierCounters(
+                name=store.name,
+                outcomes=store.outcomes.snapshot(),
+                calls=store.meter.totals(),
+                pending_save_bytes=self._writes.pending_bytes_of(index),
+                breaker_is_open=store.breaker.is_open,
+            )
+            for index, store in enumerate(self._stores)
+        ]

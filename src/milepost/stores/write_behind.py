@@ -1,0 +1,293 @@
+"""Saves that nobody waits for: one queue and one thread per tier, bounded in bytes together."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+
+from milepost.errors import StoreError
+from milepost.stores import outcomes as oc
+from milepost.stores.guard import GuardedStore
+from milepost.stores.objects import Clock
+from milepost.stores.port import StoredSegment
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class _Save:
+    """Attributes:
+    num_open: tiers that still need the payload.
+    saved: whether some tier has it.
+    done: told once, when none needs it any more.
+    """
+
+    segment: StoredSegment
+    since: float
+    num_open: int
+    done: Callable[[bool], None]
+    saved: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Removal:
+    keys: Sequence[bytes]
+    done: Callable[[int | None], None]
+
+
+@dataclass(slots=True)
+class _Queue:
+    """Of one tier."""
+
+    store: GuardedStore
+    items: deque[_Save | _Removal] = field(default_factory=deque)
+    num_bytes: int = 0
+    keys: set[bytes] = field(default_factory=set)
+
+
+class _Batch:
+    """Saves that went to a tier in one call: over when the result is known and the payload let go."""
+
+    def __init__(
+        self, saves: Sequence[_Save], over: Callable[[Sequence[_Save], Sequence[bool]], None]
+    ) -> None:
+        self._saves = saves
+        self._over = over
+        self._results: Sequence[bool] = [False] * len(saves)
+        self._num_open = 2
+        self._lock = threading.Lock()
+
+    def known(self, results: Sequence[bool]) -> None:
+        self._results = results
+        self.arrived()
+
+    def arrived(self) -> None:
+        with self._lock:
+            self._num_open -= 1
+            if self._num_open:
+                return
+        self._over(self._saves, self._results)
+
+
+class WriteBehind:
+    """Takes segments from the engine's thread without blocking it and saves them to every tier.
+
+    A tier may hold up to its share of the bytes, so that one that is slow does not take the room of the
+    others; one segment it always takes.
+
+    Args:
+        max_pending_bytes: payloads that are held at most; more is refused.
+        max_batch_bytes: payloads in one call to a store, unless a single one is larger.
+        save_deadline_seconds: of one call.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[GuardedStore],
+        *,
+        max_pending_bytes: int,
+        max_batch_bytes: int,
+        save_deadline_seconds: float,
+        clock: Clock,
+    ) -> None:
+        self._max_pending_bytes = max_pending_bytes
+        self._max_batch_bytes = max_batch_bytes
+        self._save_deadline_seconds = save_deadline_seconds
+        self._clock = clock
+        self._condition = threading.Condition()
+        self._queues = [_Queue(store) for store in stores]
+        self._share_bytes = max_pending_bytes // max(1, len(stores))
+        # In order of arrival; a dictionary, because any may end first.
+        self._pending: dict[_Save, None] = {}
+        self._pending_bytes = 0
+        self._num_removals = 0
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._work, args=(each,), name=f"save-{each.store.name}", daemon=True)
+            for each in self._queues
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # ------------------------------------------------------------ from any thread, never blocking
+
+    @property
+    def pending_bytes(self) -> int:
+        with self._condition:
+            return self._pending_bytes
+
+    def pending_bytes_of(self, tier: int) -> int:
+        with self._condition:
+            return self._queues[tier].num_bytes
+
+    @property
+    def oldest_pending_seconds(self) -> float:
+        with self._condition:
+            oldest = next(iter(self._pending), None)
+            return 0.0 if oldest is None else self._clock() - oldest.since
+
+    def save(
+        self,
+        segment: StoredSegment,
+        tiers: Sequence[int],
+        done: Callable[[bool], None],
+        *,
+        share: float = 1.0,
+    ) -> bool:
+        """Whether some tier takes it; `done` is called if so.
+
+        Args:
+            share: of `max_pending_bytes`, beyond which it is refused.
+        """
+        num_bytes, key = segment.header.payload_bytes, segment.header.key
+        with self._condition:
+            fits = not self._closed and self._pending_bytes + num_bytes <= share * self._max_pending_bytes
+            queues = [self._queues[tier] for tier in tiers]
+            takers = [each for each in queues if fits and self._takes(each, num_bytes)]
+            for each in queues:
+                if each not in takers:
+                    each.store.outcomes.add(oc.SAVE, oc.BACK_PRESSURE)
+            if not takers:
+                return False
+            save = _Save(segment, self._clock(), len(takers), done)
+            for each in takers:
+                each.items.append(save)
+                each.num_bytes += num_bytes
+                each.keys.add(key)
+            self._pending[save] = None
+            self._pending_bytes += num_bytes
+            self._condition.notify_all()
+            return True
+
+    def _takes(self, queue: _Queue, num_bytes: int) -> bool:
+        return not queue.items or queue.num_bytes + num_bytes <= self._share_bytes
+
+    def is_pending(self, tier: int, key: bytes) -> bool:
+        with self._condition:
+            return key in self._queues[tier].keys
+
+    def remove(self, keys: Sequence[bytes]) -> Future[int]:
+        """After the saves before it. How many segments the tier with most of them had.
+
+        Raises (in the future):
+            StoreError: tiers that did not answer; they may still have them.
+        """
+        future: Future[int] = Future()
+        future.set_running_or_notify_cancel()
+        counts: list[int] = []
+        silent: list[str] = []
+        lock = threading.Lock()
+
+        def done(name: str, count: int | None) -> None:
+            with lock:
+                counts.append(count or 0)
+                if count is None:
+                    silent.append(name)
+                if len(counts) < len(self._queues):
+                    return
+            if silent:
+                future.set_exception(StoreError(f"not removed from {', '.join(silent)}: no answer"))
+            else:
+                future.set_result(max(counts))
+
+        with self._condition:
+            closed = self._closed
+            for each in () if closed else self._queues:
+                self._num_removals += 1
+                each.items.append(_Removal(keys, partial(done, each.store.name)))
+            self._condition.notify_all()
+        if closed:
+            future.set_exception(StoreError("the stores are closed"))
+        return future
+
+    # ------------------------------------------------------------ waiting, for others than the engine
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Whether everything that was handed in is saved, given up or removed."""
+        with self._condition:
+            return self._condition.wait_for(
+                lambda: not self._pending and not self._num_removals, timeout_seconds
+            )
+
+    def close(self) -> None:
+        """Give up what did not begin; calls that run end by their deadlines."""
+        with self._condition:
+            self._closed = True
+            given_up = [(each, tuple(each.items)) for each in self._queues]
+            for each in self._queues:
+                each.items.clear()
+            self._condition.notify_all()
+        for each, items in given_up:
+            for item in items:
+                if isinstance(item, _Save):
+                    self._over(each, (item,), (False,))
+                else:
+                    self._removed(item, None)
+
+    # ------------------------------------------------------------ threads of the tiers
+
+    def _work(self, queue: _Queue) -> None:
+        while (work := self._next(queue)) is not None:
+            if isinstance(work, _Removal):
+                self._removed(work, queue.store.try_remove(work.keys, self._save_deadline_seconds))
+            else:
+                batch = _Batch(work, lambda saves, results: self._over(queue, saves, results))
+                results = queue.store.save_in_place(
+                    [save.segment for save in work],
+                    deadline_seconds=self._save_deadline_seconds,
+                    released=batch.arrived,
+                )
+                batch.known(results)
+                del batch
+            del work
+
+    def _next(self, queue: _Queue) -> Sequence[_Save] | _Removal | None:
+        """A removal, or saves up to it; None at the end."""
+        with self._condition:
+            self._condition.wait_for(lambda: queue.items or self._closed)
+            if not queue.items:
+                return None
+            first = queue.items.popleft()
+            if isinstance(first, _Removal):
+                return first
+            batch = [first]
+            num_bytes = first.segment.header.payload_bytes
+            while queue.items and isinstance(following := queue.items[0], _Save):
+                num_bytes += following.segment.header.payload_bytes
+                if num_bytes > self._max_batch_bytes:
+                    break
+                batch.append(following)
+                queue.items.popleft()
+            return batch
+
+    def _over(self, queue: _Queue, saves: Sequence[_Save], results: Sequence[bool]) -> None:
+        finished = []
+        with self._condition:
+            for save, saved in zip(saves, results, strict=True):
+                queue.num_bytes -= save.segment.header.payload_bytes
+                queue.keys.discard(save.segment.header.key)
+                save.saved |= saved
+                save.num_open -= 1
+                if not save.num_open:
+                    finished.append(save)
+        for save in finished:
+            try:
+                save.done(save.saved)
+            except Exception:
+                logger.exception("the callback of a save failed")
+        with self._condition:
+            for save in finished:
+                del self._pending[save]
+                self._pending_bytes -= save.segment.header.payload_bytes
+            self._condition.notify_all()
+
+    def _removed(self, removal: _Removal, count: int | None) -> None:
+        removal.done(count)
+        with self._condition:
+            self._num_removals -= 1
+            self._condition.notify_all()
