@@ -25,7 +25,7 @@ from milepost.core.plan import StepPlan, StepResult
 from milepost.core.ports import Worker
 from milepost.core.request import Request, RequestUpdate
 from milepost.core.scheduler import Scheduler
-from milepost.engine.answer import Answer, Sink
+from milepost.engine.answer import Answer, Sink, constrain
 from milepost.engine.audit import AuditConfig, AuditCounts, HitAuditor
 from milepost.engine.explain import ReuseExplainer
 from milepost.engine.load import QueueLimit
@@ -251,6 +251,8 @@ class Engine:
     # ------------------------------------------------------------------ in the engine thread
 
     def _run(self) -> None:
+        if self._tiers is not None:
+            self._tiers.forbid_thread(threading.get_ident())
         try:
             while self._take_messages():
                 self.step()
@@ -297,6 +299,7 @@ class Engine:
         if not self._answers:
             self._auditor.start_one()
         plan = self._scheduler.schedule(self._clock())
+        constrain(plan, self._answers)
         result = self._execute(plan)
         updates = self._scheduler.commit(result)
         # Finished requests reach the worker with the next plan: make one more when all are done.
@@ -392,6 +395,10 @@ class Engine:
                 )
                 continue
             delta = answer.advance(update)
+            if answer.failure is not None:
+                self._scheduler.abort(answer.request_id)
+                self._drop(answer, EngineError(answer.failure), "error")
+                continue
             if update.reuse is not None and answer.reuse is None:
                 request = answer.request
                 answer.reuse = self._explain(request, update)

@@ -79,6 +79,9 @@ class Tiering:
     Args:
         clock: seconds, monotonic; the engine's own.
         wake: ends the engine's wait; called from threads of the tiers.
+
+    Attributes:
+        seconds_per_token: to compute one prompt token, as measured so far.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class Tiering:
         self._is_blocked = False
         self._num_restores = 0
         self._removed: list[bytes] | None = None
-        self._seconds_per_token = INITIAL_SECONDS_PER_TOKEN
+        self.seconds_per_token = INITIAL_SECONDS_PER_TOKEN
         cache = scheduler.cache
         self._unit = cache.match_unit
         self._max_saving_bytes = floor_div(cache.memory.budget_bytes, SAVING_SHARE)
@@ -160,16 +163,12 @@ class Tiering:
         """Learn what computing a token costs."""
         if plan.num_tokens >= MIN_MEASURED_TOKENS:
             measured = seconds / plan.num_tokens
-            self._seconds_per_token += SPEED_SMOOTHING * (measured - self._seconds_per_token)
+            self.seconds_per_token += SPEED_SMOOTHING * (measured - self.seconds_per_token)
 
     def take_note(self, request_id: int) -> LoadNote | None:
         """What became of the lookup of a request that was admitted or has ended."""
         lookup = self._lookups.pop(request_id, None)
         return lookup.note if lookup is not None else None
-
-    @property
-    def seconds_per_token(self) -> float:
-        return self._seconds_per_token
 
     @property
     def save_lag_seconds(self) -> float:
@@ -250,7 +249,7 @@ class Tiering:
 
     def _cost(self, tier: int) -> TransferCost:
         return TransferCost(
-            seconds_per_token=self._seconds_per_token,
+            seconds_per_token=self.seconds_per_token,
             seconds_per_byte=1 / self._tiers.load_bytes_per_second(tier),
             seconds_per_load=self._tiers.load_latency_seconds(tier),
         )
@@ -261,9 +260,11 @@ class Tiering:
         keys = lookup.request.chain.keys if lookup.request.chain is not None else []
         first = floor_div(lookup.outlook.hit_position, self._unit)
         num_foreign = 0
+        is_late = self._clock() >= lookup.deadline  # then None only means that nobody answered
         for index, found in enumerate(done.result()):
             if found is None:
-                self._known.pop(keys[first + index], None)
+                if not is_late:
+                    self._known.pop(keys[first + index], None)
                 continue
             stored = self._codec.checkpoint(found.header, keys, first + index + 1)
             if stored is None:
@@ -272,7 +273,7 @@ class Tiering:
             lookup.found[stored.position] = found
             lookup.offers.append(stored)
         if not lookup.offers:
-            self._end(lookup, UNUSABLE if num_foreign else NOT_FOUND)
+            self._end(lookup, UNUSABLE if num_foreign else TOO_LATE if is_late else NOT_FOUND)
             return
         lookup.is_ready = True
         self._try_begin(lookup, self._clock())
@@ -301,7 +302,7 @@ class Tiering:
         lookup.restore, lookup.is_ready, lookup.outlook = restore, False, outlook
         self._transfers.hold(request.request_id)
         gained = chosen[-1].position - outlook.hit_position
-        lookup.deadline = now + self._seconds_per_token * gained
+        lookup.deadline = now + self.seconds_per_token * gained
         wanted = [lookup.found[stored.position] for stored in chosen]
         future = self._tiers.load(wanted, deadline_seconds=lookup.deadline - now)
         future.add_done_callback(lambda done: self._fill(lookup, restore, done))

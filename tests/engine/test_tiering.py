@@ -1,0 +1,420 @@
+"""Engines over stores: restarts, small memories, several replicas, and stores that misbehave.
+
+The embedded model runs for real, so that equal answers mean equal bytes in the right records.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import pytest
+from tests.engine.engines import collect
+
+from milepost.config import CacheConfig, SchedulerConfig
+from milepost.core.plan import SamplingParams
+from milepost.core.request import CacheDomain
+from milepost.core.scheduler import Scheduler
+from milepost.engine.engine import Engine
+from milepost.engine.messages import GenerationRequest, LoadNote, OutputDelta, ReuseExplanation
+from milepost.engine.segments import SegmentCodec
+from milepost.engine.serving import EMBEDDED_MODEL
+from milepost.engine.tokenizer import Tokenizer
+from milepost.models.loading import LoadedModel, load_model
+from milepost.runner.worker import TorchWorker
+from milepost.stores.faulty import Faults, FaultyStore
+from milepost.stores.file import FileStore
+from milepost.stores.memory import MemoryStore
+from milepost.stores.port import SegmentStore
+from milepost.stores.segment_format import Identity
+from milepost.stores.tiers import Tiers
+
+UNIT = 32
+FINGERPRINT = "ab" * 32
+ROOMY = 256 << 20
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return load_model(EMBEDDED_MODEL)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_directory(EMBEDDED_MODEL)
+
+
+@dataclass
+class Replica:
+    """An engine over some stores."""
+
+    engine: Engine
+    scheduler: Scheduler
+    tiers: Tiers | None
+
+    def start(self, prompt: list[int], max_tokens: int = 4, **options: object) -> queue.SimpleQueue:  # type: ignore[type-arg]
+        events: queue.SimpleQueue = queue.SimpleQueue()  # type: ignore[type-arg]
+        sampling = SamplingParams(temperature=0.0, num_logprobs=2)
+        self.engine.submit(GenerationRequest(array("I", prompt), sampling, max_tokens, **options), events.put)  # type: ignore[arg-type]
+        return events
+
+    def ask(self, prompt: list[int], max_tokens: int = 4, **options: object) -> Answered:
+        return Answered.of(collect(self.start(prompt, max_tokens, **options))[1])
+
+    def settle(self) -> None:
+        """Wait until everything that was computed is saved."""
+        tiering = self.engine.tiering
+        assert tiering is not None
+        deadline = time.monotonic() + 20
+        while tiering.num_pending_saves:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+
+@dataclass
+class Answered:
+    tokens: list[int]
+    logprobs: list[float | None]
+    reuse: ReuseExplanation
+
+    @staticmethod
+    def of(deltas: list[OutputDelta]) -> Answered:
+        tokens = [token for delta in deltas for token in delta.tokens]
+        reuse = next(delta.reuse for delta in deltas if delta.reuse is not None)
+        return Answered([t.token_id for t in tokens], [t.logprob for t in tokens], reuse)
+
+    @property
+    def load(self) -> LoadNote:
+        assert self.reuse.load is not None
+        return self.reuse.load
+
+    def same_as(self, other: Answered) -> bool:
+        return (self.tokens, self.logprobs) == (other.tokens, other.logprobs)
+
+
+@contextmanager
+def replica(
+    model: LoadedModel,
+    tokenizer: Tokenizer,
+    *stores: SegmentStore,
+    cache_bytes: int = ROOMY,
+    max_num_seqs: int = 8,
+    fingerprint: str = FINGERPRINT,
+) -> Iterator[Replica]:
+    geometry = model.geometry(UNIT)
+    scheduler = Scheduler(
+        geometry, CacheConfig(cache_bytes, UNIT), SchedulerConfig(256, max_num_seqs, max_model_len=4096)
+    )
+    worker = TorchWorker(model, geometry, cache_bytes)
+    engine = Engine(scheduler, worker, tokenizer)
+    tiers = Tiers(stores) if stores else None
+    if tiers is not None:
+        engine.use_tiers(tiers, SegmentCodec(geometry, worker.pools, fingerprint, time.time))
+        assert engine.tiering is not None
+        engine.tiering.seconds_per_token = 1.0  # loads are always worth it
+        engine.tiering.note_step = lambda plan, seconds: None  # type: ignore[method-assign]
+    engine.start()
+    try:
+        yield Replica(engine, scheduler, tiers)
+    finally:
+        engine.close()
+        assert engine.failure is None
+        assert scheduler.audit() == []
+        assert not list(scheduler.transfers.leases())
+        assert not scheduler.transfers.pinned()
+
+
+def file_store(path: Path, budget_bytes: int = 1 << 30, fingerprint: str = FINGERPRINT) -> FileStore:
+    return FileStore(path, Identity(fingerprint), budget_bytes=budget_bytes)
+
+
+def memory_store(budget_bytes: int = 1 << 30) -> MemoryStore:
+    return MemoryStore(Identity(FINGERPRINT), budget_bytes=budget_bytes)
+
+
+class Kept:
+    """A store that outlives the engine that closes it."""
+
+    def __init__(self, store: SegmentStore) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+    def close(self) -> None:
+        pass
+
+
+def words(seed: int, count: int) -> list[int]:
+    rng = Random(seed)
+    return [rng.randrange(300, 2000) for _ in range(count)]
+
+
+def bound(num_processed_before: int, num_tokens: int) -> int:
+    return UNIT - 1 + max(1, num_tokens - num_processed_before)
+
+
+# ------------------------------------------------------------------ restart
+@pytest.mark.parametrize("num_tokens", [31, 32, 33, 64, 65, 300, 701])
+def test_a_restarted_engine_goes_on_where_the_first_had_ended(
+    model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path, num_tokens: int
+) -> None:
+    prompt = words(num_tokens, num_tokens)
+    with replica(model, tokenizer, file_store(tmp_path)) as first:
+        answer = first.ask(prompt, 40)
+    history = prompt + answer.tokens
+    processed = len(history) - 1
+    following = history + words(5, 9)
+    with replica(model, tokenizer) as cold:
+        again, further = cold.ask(prompt, 40), cold.ask(following)
+    assert answer.same_as(again)
+    with replica(model, tokenizer, file_store(tmp_path)) as second:
+        resumed = second.ask(following)
+        assert resumed.same_as(further)
+        assert resumed.load.outcome == "loaded" and resumed.load.tier == "file"
+        assert resumed.reuse.num_computed_tokens <= bound(processed, len(following))
+        assert resumed.load.num_tokens == resumed.reuse.num_cached_tokens
+        branch = second.ask(prompt + words(6, 40))
+    with replica(model, tokenizer) as cold:
+        assert branch.same_as(cold.ask(prompt + words(6, 40)))
+
+
+def test_ten_turns_over_ten_restarts(model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    history: list[int] = []
+    processed = 0
+    for turn in range(10):
+        history = history + words(turn, 37)
+        with replica(model, tokenizer, file_store(tmp_path)) as restarted:
+            answer = restarted.ask(history, 21)
+        assert answer.reuse.num_computed_tokens <= bound(processed, len(history))
+        with replica(model, tokenizer) as cold:
+            assert answer.same_as(cold.ask(history, 21))
+        history = history + answer.tokens
+        processed = len(history) - 1
+
+
+def test_what_a_restarted_engine_computes_builds_on_what_it_loaded(
+    model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    with replica(model, tokenizer, file_store(tmp_path)) as first:
+        first.ask(words(1, 400), 1)
+    with replica(model, tokenizer, file_store(tmp_path)) as second:
+        second.ask(words(1, 400) + words(2, 64), 1)
+        second.settle()
+        assert second.tiers is not None
+        written = second.tiers.counters()[0].written_bytes
+    geometry = model.geometry(UNIT)
+    num_new_units = 3
+    assert written <= num_new_units * (geometry.unit_bytes + geometry.checkpoint_bytes)
+
+
+def test_another_model_or_numerics_id_reads_nothing(
+    model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    with replica(model, tokenizer, file_store(tmp_path)) as first:
+        first.ask(words(1, 200))
+    other = "cd" * 32
+    with replica(model, tokenizer, file_store(tmp_path, fingerprint=other), fingerprint=other) as second:
+        answer = second.ask(words(1, 200))
+    assert answer.reuse.num_cached_tokens == 0
+    assert answer.load.outcome == "not_found"
+
+
+def test_a_salt_separates_tenants_in_the_store_too(
+    model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    mine, theirs = CacheDomain(b"mine"), CacheDomain(b"theirs")
+    with replica(model, tokenizer, file_store(tmp_path)) as first:
+        first.ask(words(1, 200), domain=mine)
+    with replica(model, tokenizer, file_store(tmp_path)) as second:
+        assert second.ask(words(1, 200), domain=theirs).reuse.num_cached_tokens == 0
+        assert second.ask(words(1, 200)).reuse.num_cached_tokens == 0
+        assert second.ask(words(1, 200), domain=mine).reuse.num_cached_tokens == 192
+
+
+# ------------------------------------------------------------------ small memories
+def test_what_memory_evicts_comes_back_from_the_store(
+    model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Six conversations in a cache that holds two: after the first round every turn is a hit."""
+    geometry = model.geometry(UNIT)
+    cache_bytes = 2 * geometry.request_bytes(400) + 4 * geometry.checkpoint_bytes
+    with replica(model, tokenizer, file_store(tmp_path), cache_bytes=cache_bytes) as small:
+        for _ in range(2):
+            for seed in range(6):
+                prompt = words(seed, 300)
+                answer = small.ask(prompt, 1)
+                small.settle()
+        assert sum(small.scheduler.cache.counters.evictions.values()) > 5
+        for seed in range(6):
+            answer = small.ask(words(seed, 300) + [5, 6, 7], 3)
+            assert answer.reuse.num_computed_tokens <= bound(300, 303), seed
+            with replica(model, tokenizer) as cold:
+                assert answer.same_as(cold.ask(words(seed, 300) + [5, 6, 7], 3))
+        assert small.scheduler.cache.memory.peak_committed_bytes <= cache_bytes
+
+
+def test_two_tiers_the_slower_one_promotes(model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    with replica(model, tokenizer, file_store(tmp_path)) as first:
+        first.ask(words(1, 200), 1)
+    fast = memory_store()
+    with replica(model, tokenizer, Kept(fast), file_store(tmp_path)) as second:  # type: ignore[arg-type]
+        assert second.ask(words(1, 200), 1).load.tier == "file"
+        second.settle()
+        assert second.tiers is not None and second.tiers.flush(10)
+        assert second.engine.reset_prefix_cache().result(10)
+        assert second.ask(words(1, 200), 1).load.tier == "memory"
+
+
+def test_a_second_replica_reuses_what_the_first_computed(model: LoadedModel, tokenizer: Tokenizer) -> None:
+    shared = Kept(memory_store())
+    with (
+        replica(model, tokenizer, shared) as first,  # type: ignore[arg-type]
+        replica(model, tokenizer, shared) as second,  # type: ignore[arg-type]
+    ):
+        history: list[int] = []
+        for turn in range(6):
+            history = history + words(turn, 50)
+            here, there = (first, second) if turn % 2 else (second, first)
+            answer = here.ask(history, 10)
+            assert turn == 0 or answer.reuse.num_computed_tokens <= bound(len(history) - 51, len(history))
+            here.settle()
+            history = history + answer.tokens
+            del there
+
+
+# ------------------------------------------------------------------ stores that misbehave
+def damage(path: Path, seed: int) -> int:
+    """Flip, cut or empty about half of the stored files."""
+    rng, count = Random(seed), 0
+    for file in sorted(path.rglob("*")):
+        if not file.is_file() or file.stat().st_size < 1000 or rng.random() < 0.5:
+            continue
+        data = bytearray(file.read_bytes())
+        kind = rng.randrange(3)
+        if kind == 0:
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        else:
+            del data[rng.randrange(len(data)) if kind == 1 else 0 :]
+        file.write_bytes(data)
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_damaged_segments_cost_time_only(
+    model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path, seed: int
+) -> None:
+    prompts = [words(number, 150 + 40 * number) for number in range(4)]
+    with replica(model, tokenizer, file_store(tmp_path)) as first:
+        answers = [first.ask(prompt, 8) for prompt in prompts]
+    assert damage(tmp_path, seed)
+    for _ in range(2):
+        with replica(model, tokenizer, file_store(tmp_path)) as second:
+            for prompt, answer in zip(prompts, answers, strict=True):
+                assert second.ask(prompt, 8).same_as(answer)
+
+
+EVERY_FAULT = Faults(
+    slow=0.1, error=0.1, torn=0.1, bit_flip=0.1, lost=0.1, full=0.1, foreign=0.1, slow_seconds=0.01
+)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_eight_clients_over_a_store_with_every_fault(
+    model: LoadedModel, tokenizer: Tokenizer, seed: int
+) -> None:
+    rng = Random(seed)
+    prompts = [words(rng.randrange(4), rng.randrange(40, 400)) + words(99 + n, n % 5) for n in range(40)]
+    with replica(model, tokenizer) as cold:
+        wanted = [cold.ask(prompt, 3) for prompt in prompts]
+    geometry = model.geometry(UNIT)
+    store = FaultyStore(memory_store(), EVERY_FAULT, seed=seed)
+    cache_bytes = 5 * geometry.request_bytes(420)
+    with replica(model, tokenizer, store, cache_bytes=cache_bytes) as faulty:
+        for first in range(0, len(prompts), 8):
+            running = [faulty.start(prompt, 3) for prompt in prompts[first : first + 8]]
+            answers = [Answered.of(collect(events)[1]) for events in running]
+            for answer, expected in zip(answers, wanted[first : first + 8], strict=True):
+                assert answer.same_as(expected)
+
+
+def test_a_store_that_hangs_delays_nobody_longer_than_computing_would(
+    model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    with replica(model, tokenizer, file_store(tmp_path)) as first:
+        first.ask(words(1, 300), 1)
+
+    class Hanging(Kept):
+        def lookup(self, keys: list[bytes], *, deadline_seconds: float) -> list[None]:
+            time.sleep(0.4)
+            return [None] * len(keys)
+
+    with replica(model, tokenizer, Hanging(file_store(tmp_path))) as second:  # type: ignore[arg-type]
+        tiering = second.engine.tiering
+        assert tiering is not None
+        tiering.seconds_per_token = 0.0001
+        answer = second.ask(words(1, 300), 1)
+        assert answer.load.outcome == "too_late"
+        assert answer.load.seconds < 0.3
+        assert answer.reuse.num_cached_tokens == 0
+
+
+def test_loading_that_takes_longer_than_computing_is_not_chosen(
+    model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    with replica(model, tokenizer, file_store(tmp_path)) as first:
+        first.ask(words(1, 40), 1)
+    with replica(model, tokenizer, file_store(tmp_path)) as second:
+        tiering = second.engine.tiering
+        assert tiering is not None
+        tiering.seconds_per_token = 1e-6
+        answer = second.ask(words(1, 40), 1)
+    assert answer.load.outcome in ("sooner_computed", "too_late")
+    assert answer.reuse.num_cached_tokens == 0
+
+
+def test_an_aborted_request_leaves_its_load_behind_without_a_trace(
+    model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    with replica(model, tokenizer, file_store(tmp_path)) as first:
+        first.ask(words(1, 600), 1)
+    with replica(model, tokenizer, file_store(tmp_path)) as second:
+        for delay in (0.0, 0.0, 0.001, 0.002, 0.004):
+            events: queue.SimpleQueue = queue.SimpleQueue()  # type: ignore[type-arg]
+            request = GenerationRequest(array("I", words(1, 600)), SamplingParams(temperature=0.0), 1)
+            request_id = second.engine.submit(request, events.put)
+            time.sleep(delay)
+            second.engine.abort(request_id)
+        assert second.ask(words(1, 600), 1).reuse.num_cached_tokens >= 576
+
+
+def test_a_failed_audit_takes_the_path_out_of_the_store(
+    model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    with replica(model, tokenizer, file_store(tmp_path)) as first:
+        first.ask(words(1, 200), 1)
+        first.settle()
+        tiering, scheduler = first.engine.tiering, first.scheduler
+        assert tiering is not None and first.tiers is not None
+        from milepost.core.request import Request
+
+        request = Request(10_000, words(1, 200), SamplingParams(temperature=0.0), max_tokens=1)
+
+        def condemn() -> int:
+            from milepost.core.hashing import KeyChain
+
+            request.chain = KeyChain(request.tokens, request.domain, UNIT)
+            request.chain.extend(6)
+            return tiering.condemn(request, lambda: scheduler.condemn(request, UNIT))
+
+        assert first.engine._call(condemn).result(10) > 0
+        assert first.tiers.flush(10)
+    with replica(model, tokenizer, file_store(tmp_path)) as second:
+        assert second.ask(words(1, 200), 1).reuse.num_cached_tokens == 0
