@@ -8,6 +8,8 @@ an error, takes no more, and says so in `failure`.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -17,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from milepost.core.metrics import CoreStats
@@ -28,6 +29,7 @@ from milepost.core.scheduler import Scheduler
 from milepost.engine.answer import Answer, Sink, constrain
 from milepost.engine.audit import AuditConfig, AuditCounts, HitAuditor
 from milepost.engine.explain import ReuseExplainer
+from milepost.engine.inbox import Message, nothing
 from milepost.engine.load import QueueLimit
 from milepost.engine.messages import (
     Accepted,
@@ -62,18 +64,6 @@ FLUSH_SECONDS = 15.0
 """How long the end of the engine may wait for stores."""
 IDLE_STEP_WAIT_SECONDS = 0.002
 """Pause after a plan without work while requests are unfinished; new messages end it at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Message:
-    """Work for the engine thread; `if_dead` runs instead when the engine ends first."""
-
-    apply: Callable[[], None]
-    if_dead: Callable[[], None]
-
-
-def _nothing() -> None:
-    """An abort that comes too late."""
 
 
 def _frozen(stats: CoreStats) -> CoreStats:
@@ -111,7 +101,7 @@ class Engine:
         self._ids = itertools.count(1)
         self._auditor = HitAuditor(audit or AuditConfig(), scheduler, lambda: next(self._ids), self._condemn)
         self._limit = QueueLimit(max_queued_requests, scheduler.config.max_num_seqs)
-        self._inbox: deque[_Message] = deque()
+        self._inbox: deque[Message] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -134,6 +124,8 @@ class Engine:
         if self._thread is not None:
             raise EngineError("the engine was started before")
         self._thread = threading.Thread(target=self._run, name="milepost-engine", daemon=True)
+        # A thread that the interpreter stops in the middle of native code takes the process down with it.
+        atexit.register(self._stop_at_exit)
         self._thread.start()
 
     def use_tiers(self, tiers: Tiers, codec: SegmentCodec) -> None:
@@ -211,6 +203,7 @@ class Engine:
             self._thread.join(timeout)
             if self._thread.is_alive():
                 raise EngineError(f"the engine thread did not stop within {timeout:g} s")
+            atexit.unregister(self._stop_at_exit)
         if self._tiers is not None:
             self._tiers.close()
         self._worker.close()
@@ -219,11 +212,16 @@ class Engine:
         with self._wake:
             self._wake.notify()
 
-    def _post(self, apply: Callable[[], None], if_dead: Callable[[], None] = _nothing) -> None:
+    def _stop_at_exit(self) -> None:
+        """The process ends and nobody closed the engine."""
+        with contextlib.suppress(EngineError):
+            self.close()
+
+    def _post(self, apply: Callable[[], None], if_dead: Callable[[], None] = nothing) -> None:
         with self._wake:
             alive = self.failure is None and not self._stopping
             if alive:
-                self._inbox.append(_Message(apply, if_dead))
+                self._inbox.append(Message(apply, if_dead))
                 self._wake.notify()
         if not alive:
             if_dead()
