@@ -29,7 +29,9 @@ from milepost.sim.world import Checks, SimulationError
 
 NUM_STEPS = 2_000
 SEEDS = range(10)
-ACTION_WEIGHTS = {"step": 6.0, "add": 3.0, "reset": 0.02, "tick": 0.1, "abort": 0.8}
+ACTION_WEIGHTS = {
+    "step": 6.0, "add": 3.0, "reset": 0.02, "tick": 0.1, "abort": 0.8, "save": 0.1, "load": 0.1,
+}  # fmt: skip
 EVERYTHING = Checks()
 WORKER_ALONE = Checks(audit=False, contents=False, bound=False, losses=False)
 FINDINGS = (FingerprintError, SimulationError, ValueError)

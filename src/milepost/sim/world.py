@@ -152,6 +152,8 @@ class World:
         """Drop everything cached that is not in use."""
         done = self.scheduler.reset_prefix_cache()
         self.promises.forget()
+        for request_id in self.running.keys() - self.scheduler.requests.keys():
+            self.promises.ended(request_id, None)  # over, and only its last update is still to come
         self._after("reset")
         return done
 
