@@ -15,6 +15,7 @@ from random import Random
 from types import TracebackType
 from typing import Any
 
+from tests.support.family_geometries import FAMILIES, tokens_per_state
 from tests.support.pairwise import pairwise
 
 from milepost.config import CacheConfig, SchedulerConfig
@@ -28,9 +29,9 @@ from milepost.sim.workload import greedy, random_tokens
 from milepost.sim.world import Checks, World
 
 PAGE_BYTES = 4096
-"""Every page record of a shape takes this much ..."""
-STATE_BYTES = 16384
-"""... and every state record this much."""
+"""Every page record of a shape takes this much."""
+SMALL_STATE_BYTES = 16384
+"""A state record of a shape that says nothing else."""
 PLENTY = 1 << 32
 
 
@@ -42,6 +43,8 @@ class Shape:
         unit: match unit, tokens.
         grid: export alignment of every recurrent group; None = the kernels cannot export.
         step_tokens: tokens per step.
+        state_tokens: tokens whose pages take as many bytes as a state, as in the model families; 0 = a
+            state of few bytes, so that budgets of few records mean something.
     """
 
     unit: int = 16
@@ -50,11 +53,12 @@ class Shape:
     num_recurrent: int = 1
     step_tokens: int = 512
     max_num_seqs: int = 64
+    state_tokens: int = 0
 
     def __str__(self) -> str:
         return (
             f"U{self.unit}-A{self.grid}-{self.num_attention}a{self.num_recurrent}r"
-            f"-C{self.step_tokens}-S{self.max_num_seqs}"
+            f"-C{self.step_tokens}-S{self.max_num_seqs}-W{self.state_tokens}"
         )
 
     @property
@@ -66,10 +70,15 @@ class Shape:
                 for index in range(self.num_attention)
             ),
             recurrent=tuple(
-                RecurrentGroupSpec(f"recurrent {index}", STATE_BYTES, self.grid)
+                RecurrentGroupSpec(f"recurrent {index}", self.state_bytes, self.grid)
                 for index in range(self.num_recurrent)
             ),
         )
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one group."""
+        return self.state_tokens * PAGE_BYTES // self.unit or SMALL_STATE_BYTES
 
     def floor(self, position: int) -> int:
         """The boundary at or below a position, tokens."""
@@ -102,8 +111,12 @@ def _shape(row: dict[str, Any]) -> Shape:
         num_recurrent=row["num_recurrent"],
         step_tokens={"few": 7, "prime": 53, "unit": unit, "odd": 3 * unit + 5, "all": 4096}[row["step"]],
         max_num_seqs=row["max_num_seqs"],
+        state_tokens=row["state_tokens"],
     )
 
+
+_WORTH = sorted(int(tokens_per_state(family)) for family in FAMILIES)
+_LEAST_AND_MOST = (_WORTH[0], _WORTH[-1])
 
 SHAPES = [
     _shape(row)
@@ -115,10 +128,11 @@ SHAPES = [
             "num_recurrent": (1, 2, 3),
             "num_attention": (1, 2),
             "max_num_seqs": (64, 3),
+            "state_tokens": (0, *_LEAST_AND_MOST),
         }
     )
 ]
-"""All pairs of units, grids, step budgets, group counts and concurrency."""
+"""All pairs of units, grids, step budgets, group counts, concurrency and what a state is worth."""
 LONG_STEP_SHAPES = [shape.varied(step_tokens=max(256, shape.step_tokens)) for shape in SHAPES[::3]]
 """Fewer, with steps large enough for prompts of ten thousand tokens."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from tests.bugs.scene import SHAPES, STATE_BYTES, Scene, Shape, outputs
+from tests.bugs.scene import SHAPES, SMALL_STATE_BYTES, Scene, Shape, outputs
 
 from milepost.core.geometry import RecurrentGroupSpec
 from milepost.core.plan import ZERO_STATE, ChunkPlan, StateExport, StepPlan
@@ -331,7 +331,7 @@ def test_every_export_names_its_own_position(unit: int, grid: int, step_tokens: 
 def test_groups_with_different_grids_export_on_the_common_one(
     grids: tuple[int | None, ...], common: int | None
 ) -> None:
-    specs = tuple(RecurrentGroupSpec(f"group {i}", STATE_BYTES, grid) for i, grid in enumerate(grids))
+    specs = tuple(RecurrentGroupSpec(f"group {i}", SMALL_STATE_BYTES, grid) for i, grid in enumerate(grids))
     shape = Shape(step_tokens=1000)
     geometry = replace(shape.geometry, recurrent=specs)
     assert geometry.checkpoint_alignment == common
