@@ -8,36 +8,29 @@ from __future__ import annotations
 import queue
 import time
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 import pytest
 from tests.engine.engines import collect
+from tests.engine.replicas import (
+    UNIT,
+    Answered,
+    Kept,
+    bound,
+    file_store,
+    memory_store,
+    replica,
+    words,
+)
 
-from milepost.config import CacheConfig, SchedulerConfig
 from milepost.core.plan import SamplingParams
 from milepost.core.request import CacheDomain
-from milepost.core.scheduler import Scheduler
-from milepost.engine.engine import Engine
-from milepost.engine.messages import GenerationRequest, LoadNote, OutputDelta, ReuseExplanation
-from milepost.engine.segments import SegmentCodec
+from milepost.engine.messages import GenerationRequest
 from milepost.engine.serving import EMBEDDED_MODEL
 from milepost.engine.tokenizer import Tokenizer
 from milepost.models.loading import LoadedModel, load_model
-from milepost.runner.worker import TorchWorker
 from milepost.stores.faulty import Faults, FaultyStore
-from milepost.stores.file import FileStore
-from milepost.stores.memory import MemoryStore
-from milepost.stores.port import SegmentStore
-from milepost.stores.segment_format import Identity
-from milepost.stores.tiers import Tiers
-
-UNIT = 32
-FINGERPRINT = "ab" * 32
-ROOMY = 256 << 20
 
 
 @pytest.fixture(scope="module")
@@ -48,116 +41,6 @@ def model() -> LoadedModel:
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer.from_directory(EMBEDDED_MODEL)
-
-
-@dataclass
-class Replica:
-    """An engine over some stores."""
-
-    engine: Engine
-    scheduler: Scheduler
-    tiers: Tiers | None
-
-    def start(self, prompt: list[int], max_tokens: int = 4, **options: object) -> queue.SimpleQueue:  # type: ignore[type-arg]
-        events: queue.SimpleQueue = queue.SimpleQueue()  # type: ignore[type-arg]
-        sampling = SamplingParams(temperature=0.0, num_logprobs=2)
-        self.engine.submit(GenerationRequest(array("I", prompt), sampling, max_tokens, **options), events.put)  # type: ignore[arg-type]
-        return events
-
-    def ask(self, prompt: list[int], max_tokens: int = 4, **options: object) -> Answered:
-        return Answered.of(collect(self.start(prompt, max_tokens, **options))[1])
-
-    def settle(self) -> None:
-        """Wait until everything that was computed is saved."""
-        tiering = self.engine.tiering
-        assert tiering is not None
-        deadline = time.monotonic() + 20
-        while tiering.num_pending_saves:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-
-
-@dataclass
-class Answered:
-    tokens: list[int]
-    logprobs: list[float | None]
-    reuse: ReuseExplanation
-
-    @staticmethod
-    def of(deltas: list[OutputDelta]) -> Answered:
-        tokens = [token for delta in deltas for token in delta.tokens]
-        reuse = next(delta.reuse for delta in deltas if delta.reuse is not None)
-        return Answered([t.token_id for t in tokens], [t.logprob for t in tokens], reuse)
-
-    @property
-    def load(self) -> LoadNote:
-        assert self.reuse.load is not None
-        return self.reuse.load
-
-    def same_as(self, other: Answered) -> bool:
-        return (self.tokens, self.logprobs) == (other.tokens, other.logprobs)
-
-
-@contextmanager
-def replica(
-    model: LoadedModel,
-    tokenizer: Tokenizer,
-    *stores: SegmentStore,
-    cache_bytes: int = ROOMY,
-    max_num_seqs: int = 8,
-    fingerprint: str = FINGERPRINT,
-) -> Iterator[Replica]:
-    geometry = model.geometry(UNIT)
-    scheduler = Scheduler(
-        geometry, CacheConfig(cache_bytes, UNIT), SchedulerConfig(256, max_num_seqs, max_model_len=4096)
-    )
-    worker = TorchWorker(model, geometry, cache_bytes)
-    engine = Engine(scheduler, worker, tokenizer)
-    tiers = Tiers(stores) if stores else None
-    if tiers is not None:
-        engine.use_tiers(tiers, SegmentCodec(geometry, worker.pools, fingerprint, time.time))
-        assert engine.tiering is not None
-        engine.tiering.seconds_per_token = 1.0  # loads are always worth it
-        engine.tiering.note_step = lambda plan, seconds: None  # type: ignore[method-assign]
-    engine.start()
-    try:
-        yield Replica(engine, scheduler, tiers)
-    finally:
-        engine.close()
-        assert engine.failure is None
-        assert scheduler.audit() == []
-        assert not list(scheduler.transfers.leases())
-        assert not scheduler.transfers.pinned()
-
-
-def file_store(path: Path, budget_bytes: int = 1 << 30, fingerprint: str = FINGERPRINT) -> FileStore:
-    return FileStore(path, Identity(fingerprint), budget_bytes=budget_bytes)
-
-
-def memory_store(budget_bytes: int = 1 << 30) -> MemoryStore:
-    return MemoryStore(Identity(FINGERPRINT), budget_bytes=budget_bytes)
-
-
-class Kept:
-    """A store that outlives the engine that closes it."""
-
-    def __init__(self, store: SegmentStore) -> None:
-        self._store = store
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._store, name)
-
-    def close(self) -> None:
-        pass
-
-
-def words(seed: int, count: int) -> list[int]:
-    rng = Random(seed)
-    return [rng.randrange(300, 2000) for _ in range(count)]
-
-
-def bound(num_processed_before: int, num_tokens: int) -> int:
-    return UNIT - 1 + max(1, num_tokens - num_processed_before)
 
 
 # ------------------------------------------------------------------ restart
