@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from tests.engine.byte_worker import ByteWorker, small_geometry
 from tests.engine.tiny_tokenizer import SETTINGS, spec
+from tests.support.family_geometries import family_geometry
 
 from milepost.config import CacheConfig, SchedulerConfig
 from milepost.core.plan import SamplingParams
@@ -107,9 +108,14 @@ def running_engine(
     observers: tuple[Observer, ...] = (),
     audit: AuditConfig | None = None,
     max_queued_requests: int | None = None,
+    family: str | None = None,
 ) -> Iterator[Bench]:
-    """A started engine; at the end nothing may be left in core or worker."""
-    geometry = small_geometry(match_unit)
+    """A started engine; at the end nothing may be left in core or worker.
+
+    Args:
+        family: of models, whose cache sizes count instead of the small ones.
+    """
+    geometry = small_geometry(match_unit) if family is None else family_geometry(family, match_unit)
     tokenizer = Tokenizer(spec(), SETTINGS)
     worker = ByteWorker(geometry, tokenizer)
     cache = CacheConfig(cache_bytes, match_unit, enable_prefix_caching=caching)

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from tests.engine.engines import Bench, assert_accepted, collect, running_engine
+from tests.support.family_geometries import FAMILIES
 
 from milepost.core.plan import SamplingParams
 from milepost.core.request import CacheDomain
@@ -17,9 +18,10 @@ from milepost.errors import RequestError
 LONG = "the quick brown fox jumps over the lazy dog and the dog sleeps in the sun " * 6
 
 
-@pytest.fixture
-def bench():
-    with running_engine() as bench:
+@pytest.fixture(params=[None, *FAMILIES])
+def bench(request):
+    cache_bytes = 4 << 20 if request.param is None else 1 << 46
+    with running_engine(family=request.param, cache_bytes=cache_bytes) as bench:
         yield bench
         assert_nothing_left(bench)
 
@@ -100,8 +102,10 @@ def test_domains_do_not_share(bench: Bench) -> None:
     assert deltas[0].reuse is not None and deltas[0].reuse.num_cached_tokens == 0
 
 
-def test_without_a_cache_the_answer_is_the_same() -> None:
-    with running_engine() as cached, running_engine(caching=False) as plain:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_a_cache_the_answer_is_the_same(family: str) -> None:
+    model = {"family": family, "cache_bytes": 1 << 46}
+    with running_engine(**model) as cached, running_engine(caching=False, **model) as plain:
         for sampling in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=7)):
             cached.run(cached.request(LONG))
             warm, deltas = cached.run(cached.request(LONG, sampling=sampling))
