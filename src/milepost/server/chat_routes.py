@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -22,6 +21,7 @@ from milepost.errors import RequestError
 from milepost.server.chat_run import ChatRun, ask
 from milepost.server.docs import json_body
 from milepost.server.generation import Choice, Service, check_model
+from milepost.server.middleware import request_id
 from milepost.server.schema import ChatBody, parse_body
 from milepost.server.streams import respond
 
@@ -36,7 +36,7 @@ async def chat_completions(request: Request) -> Response:
     body.check_extras()
     check_model(service, body.model)
     num_logprobs = _num_logprobs(body)
-    completion_id = f"chatcmpl-{uuid.uuid4().hex}"
+    completion_id = f"chatcmpl-{request_id(request)}"
     if body.max_completion_tokens is not None:
         limit = OutputLimit(body.max_completion_tokens, "max_completion_tokens", "messages")
     else:

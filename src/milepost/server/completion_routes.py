@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from array import array
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -22,6 +21,7 @@ from milepost.engine.tokenizer import Tokenizer
 from milepost.errors import RequestError
 from milepost.server.docs import json_body
 from milepost.server.generation import Choice, Generation, Prompt, Service, begin, check_model
+from milepost.server.middleware import request_id
 from milepost.server.schema import CompletionBody, parse_body
 from milepost.server.streams import merged, respond
 
@@ -45,7 +45,7 @@ async def completions(request: Request) -> Response:
     if wanted:
         prompts[0].wanted = wanted
         prompts[0].pin_seconds = SECONDS_BY_TTL[DEFAULT_TTL]
-    completion_id = f"cmpl-{uuid.uuid4().hex}"
+    completion_id = f"cmpl-{request_id(request)}"
     limit = OutputLimit(body.max_tokens, default=DEFAULT_MAX_TOKENS)
     generation = begin(
         service, request, body, prompts, num_logprobs=body.logprobs, limit=limit, label=completion_id
