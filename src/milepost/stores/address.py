@@ -1,0 +1,155 @@
+"""Stores by address: `file:///var/cache/milepost?bytes=50GiB`, `memory://?bytes=8GiB`, `redis://host:6379/0`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
+
+from milepost.config import parse_size
+from milepost.errors import ConfigError, StoreError
+from milepost.stores.port import SegmentStore
+from milepost.stores.segment_format import Identity
+
+OPTION = "kv_store"
+DEFAULT_BYTES = {"memory": 1 << 30, "file": 50 << 30, "redis": 8 << 30}
+"""Budget of a store whose address names none."""
+ALIASES = {"rediss": "redis"}
+NETWORK_KINDS = ("redis", "mooncake")
+_COMMON = ("bytes", "name")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """A parsed address.
+
+    Attributes:
+        kind: which store, a key of `_OPENERS`.
+        text: the address without its options; credentials included, so never log it.
+        path: of the address, decoded.
+        budget_bytes: None where the store has no budget of its own.
+        name: of the tier.
+        options: what else the query says.
+    """
+
+    kind: str
+    text: str
+    path: str
+    budget_bytes: int | None
+    name: str
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+def parse_addresses(texts: Sequence[str]) -> list[StoreAddress]:
+    """All addresses, with names that differ.
+
+    Raises:
+        ConfigError: one is wrong; says what and what would be right.
+    """
+    addresses = [parse_address(text) for text in texts]
+    names = [address.name for address in addresses]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(OPTION, f"two stores are called {name!r}; tell them apart with ?name=")
+    return addresses
+
+
+def parse_address(text: str) -> StoreAddress:
+    """
+    Raises:
+        ConfigError: an unknown scheme or option (the nearest one is named), a missing path or host, or a size
+            that is none.
+    """
+    parts = urlsplit(text)
+    kind = ALIASES.get(parts.scheme, parts.scheme)
+    if kind not in _OPENERS:
+        raise ConfigError(
+            OPTION, f"{_shown(text)!r} has no known scheme; use {', '.join(f'{k}://' for k in _OPENERS)}"
+        )
+    known = (*_COMMON, *_EXTRA_OPTIONS.get(kind, ()))
+    options: dict[str, str] = {}
+    for key, value in parse_qsl(parts.query, keep_blank_values=True):
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            raise ConfigError(OPTION, f"{kind}:// has no option {key!r}; {hint}")
+        if key in options:
+            raise ConfigError(OPTION, f"{_shown(text)!r} gives {key!r} twice")
+        options[key] = value
+    path = unquote(parts.path)
+    if kind == "file" and (parts.netloc or not path.startswith("/") or path == "/"):
+        raise ConfigError(OPTION, f"{text!r} needs an absolute path, like file:///var/cache/milepost")
+    if kind in NETWORK_KINDS and not parts.hostname:
+        raise ConfigError(OPTION, f"{_shown(text)!r} needs a host, like {kind}://127.0.0.1")
+    size = options.pop("bytes", None)
+    budget_bytes = parse_size(size, OPTION) if size is not None else DEFAULT_BYTES.get(kind)
+    if budget_bytes is not None and budget_bytes < 1:
+        raise ConfigError(OPTION, f"bytes must be positive, not {size}")
+    name = options.pop("name", kind)
+    plain = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
+    return StoreAddress(kind, plain, path, budget_bytes, name, options)
+
+
+def _shown(text: str) -> str:
+    """An address for a message: without a password."""
+    parts = urlsplit(text)
+    if parts.password is None:
+        return text
+    return urlunsplit(parts._replace(netloc=f"{parts.hostname}"))
+
+
+def open_stores(addresses: Sequence[StoreAddress], identity: Identity) -> list[SegmentStore]:
+    """The stores, in their order.
+
+    Raises:
+        StoreError: one cannot be used; those opened before are closed.
+    """
+    stores: list[SegmentStore] = []
+    try:
+        for address in addresses:
+            stores.append(_OPENERS[address.kind](address, identity))
+    except BaseException:
+        for store in stores:
+            store.close()
+        raise
+    return stores
+
+
+def _open_memory(address: StoreAddress, identity: Identity) -> SegmentStore:
+    from milepost.stores.memory import MemoryStore
+
+    return MemoryStore(identity, budget_bytes=address.budget_bytes or 1, name=address.name)
+
+
+def _open_file(address: StoreAddress, identity: Identity) -> SegmentStore:
+    from milepost.stores.file import FSYNC_POLICIES, FileStore
+
+    fsync = address.options.get("fsync", "never")
+    policies = {str(policy): policy for policy in FSYNC_POLICIES}
+    if fsync not in policies:
+        raise ConfigError(OPTION, f"fsync must be one of {', '.join(FSYNC_POLICIES)}, not {fsync!r}")
+    return FileStore(
+        address.path,
+        identity,
+        budget_bytes=address.budget_bytes or 1,
+        fsync=policies[fsync],
+        name=address.name,
+    )
+
+
+def _open_redis(address: StoreAddress, identity: Identity) -> SegmentStore:
+    try:
+        from milepost.stores.redis import RedisStore
+
+        return RedisStore(address.text, identity, budget_bytes=address.budget_bytes or 1, name=address.name)
+    except ImportError:
+        raise StoreError("redis:// needs a client; install it with: pip install 'milepost[redis]'") from None
+
+
+_OPENERS: dict[str, Callable[[StoreAddress, Identity], SegmentStore]] = {
+    "memory": _open_memory,
+    "file": _open_file,
+    "redis": _open_redis,
+}
+_EXTRA_OPTIONS = {"file": ("fsync",)}

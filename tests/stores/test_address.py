@@ -1,0 +1,82 @@
+"""Addresses of stores: what they mean, and what is said about wrong ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from milepost.errors import ConfigError, StoreError
+from milepost.stores.address import open_stores, parse_address, parse_addresses
+from milepost.stores.file import FileStore
+from milepost.stores.memory import MemoryStore
+from milepost.stores.segment_format import Identity
+
+IDENTITY = Identity("ab" * 32)
+
+
+def test_addresses_say_kind_place_and_size() -> None:
+    address = parse_address("file:///var/cache/mile%20post?bytes=5GiB&fsync=rename")
+    assert (address.kind, address.path) == ("file", "/var/cache/mile post")
+    assert (address.budget_bytes, address.name) == (5 << 30, "file")
+    assert address.options == {"fsync": "rename"}
+    assert parse_address("memory://?bytes=1k").budget_bytes == 1024
+    assert parse_address("memory://").budget_bytes == 1 << 30
+    redis = parse_address("rediss://user:secret@cache:6380/2?bytes=1GiB&name=far")
+    assert (redis.kind, redis.text, redis.name) == ("redis", "rediss://user:secret@cache:6380/2", "far")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("disk:///tmp/x", "no known scheme; use memory://, file://, redis://"),
+        ("/tmp/x", "no known scheme"),
+        ("file://tmp/x", "absolute path"),
+        ("file:///", "absolute path"),
+        ("file:relative", "absolute path"),
+        ("file:///tmp/x?byts=1GiB", "did you mean 'bytes'"),
+        ("memory://?fsync=always", "no option 'fsync'"),
+        ("file:///tmp/x?bytes=many", "not a size"),
+        ("memory://?bytes=0", "positive"),
+        ("memory://?bytes=1k&bytes=2k", "twice"),
+        ("redis:///0", "needs a host"),
+    ],
+)
+def test_a_wrong_address_is_explained(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        parse_address(text)
+    assert raised.value.field == "kv_store"
+
+
+def test_a_password_is_not_repeated_in_a_message() -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_address("radis://user:hunter2@host")
+    assert "hunter2" not in str(raised.value)
+
+
+def test_two_tiers_need_two_names(tmp_path: Path) -> None:
+    texts = [f"file://{tmp_path}/a", f"file://{tmp_path}/b"]
+    with pytest.raises(ConfigError, match="name="):
+        parse_addresses(texts)
+    assert [a.name for a in parse_addresses([texts[0], texts[1] + "?name=b"])] == ["file", "b"]
+
+
+def test_stores_are_opened_in_order(tmp_path: Path) -> None:
+    addresses = parse_addresses(["memory://?bytes=1MiB", f"file://{tmp_path}/segments?bytes=2MiB"])
+    memory, file = open_stores(addresses, IDENTITY)
+    assert isinstance(memory, MemoryStore) and memory.budget_bytes == 1 << 20
+    assert isinstance(file, FileStore) and file.budget_bytes == 2 << 20
+    memory.close()
+    file.close()
+
+
+def test_a_store_that_cannot_be_opened_closes_the_others(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    addresses = parse_addresses(["memory://", f"file://{tmp_path}/taken"])
+    with pytest.raises(StoreError):
+        open_stores(addresses, IDENTITY)
+
+
+def test_an_unknown_fsync_policy_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="always, rename, never"):
+        open_stores([parse_address(f"file://{tmp_path}/x?fsync=sometimes")], IDENTITY)
