@@ -6,15 +6,38 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.stores.harness import FileHarness, Harness, MemoryHarness
+from tests.stores.harness import FileHarness, Harness, MemoryHarness, RedisHarness
+from tests.stores.services import Server, start_redis
 
-KINDS = ["memory", "file"]
+KINDS = ["memory", "file", "redis"]
+SERVICES = {"redis"}
 
 
-@pytest.fixture(params=[*KINDS, *(f"guarded-{kind}" for kind in KINDS)])
+def _parameters() -> list[object]:
+    return [
+        pytest.param(prefix + kind, marks=[pytest.mark.service] if kind in SERVICES else [])
+        for prefix in ("", "guarded-")
+        for kind in KINDS
+    ]
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = start_redis(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture(params=_parameters())
 def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
     kind = request.param.removeprefix("guarded-")
-    made = MemoryHarness() if kind == "memory" else FileHarness(tmp_path / "store")
+    made: Harness
+    if kind == "memory":
+        made = MemoryHarness()
+    elif kind == "file":
+        made = FileHarness(tmp_path / "store")
+    else:
+        made = RedisHarness(request.getfixturevalue("redis_server").port)
     made.guarded = kind != request.param
     yield made
     made.close()

@@ -87,3 +87,28 @@ class FileHarness(Harness):
         data = path.read_bytes() if path.exists() else b""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(change(data))
+
+
+class RedisHarness(Harness):
+    """An empty database of a server that the session started."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__()
+        import redis
+
+        self.url = f"redis://127.0.0.1:{port}/0"
+        self.client = redis.Redis.from_url(self.url)
+        self.client.flushdb()
+
+    def _open(self, identity: Identity, budget_bytes: int) -> ObjectStore:
+        from milepost.stores.redis import RedisStore
+
+        return RedisStore(self.url, identity, budget_bytes=budget_bytes)
+
+    def damage(self, store: ObjectStore | GuardedStore, key: bytes, change: Change) -> None:
+        name = inside(store).key_of(key)
+        self.client.set(name, change(self.client.get(name) or b""))
+
+    def close(self) -> None:
+        super().close()
+        self.client.close()

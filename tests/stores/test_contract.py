@@ -20,6 +20,7 @@ from tests.stores.segments import (
 )
 
 from milepost.stores import outcomes as oc
+from milepost.stores.port import PoolPart, StoredSegment
 from milepost.stores.segment_format import Identity, encode_head
 
 
@@ -58,6 +59,21 @@ def test_a_megabyte_and_views_of_live_memory(harness: Harness) -> None:
     assert store.save([dataclasses.replace(large, payload=pieces)], deadline_seconds=SECONDS) == [True]
     live[:] = bytes(len(live))
     assert payload(store.load([large.header.key], deadline_seconds=SECONDS)[0]) == wanted
+
+
+def test_a_head_that_is_longer_than_usual(harness: Harness) -> None:
+    """Many pools with long names, between usual segments."""
+    store = harness.open()
+    parts = tuple(PoolPart(f"a pool with a name of some length {index}", 1, 9) for index in range(40))
+    first, last = segment("before"), segment("after")
+    header = msgspec.structs.replace(segment("long head").header, parts=parts)
+    long = StoredSegment(header, [bytes(range(180)) * 2])
+    assert len(encode_head(long)) > 2048
+    segments = [first, long, last]
+    assert store.save(segments, deadline_seconds=SECONDS) == [True] * 3
+    assert store.lookup(keys(segments), deadline_seconds=SECONDS) == [each.header for each in segments]
+    loaded = store.load(keys(segments), deadline_seconds=SECONDS)
+    assert [payload(each) for each in loaded] == [payload(each) for each in segments]
 
 
 def test_misses_are_values_among_hits(harness: Harness) -> None:

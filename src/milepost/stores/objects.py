@@ -6,6 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+from milepost.errors import StoreError
 from milepost.stores import outcomes as oc
 from milepost.stores.outcomes import Outcomes
 from milepost.stores.port import Buffer, SegmentHeader, StoredSegment
@@ -23,6 +24,10 @@ logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 _MAX_WARNINGS = 10
+
+
+class StoreTimeoutError(StoreError, TimeoutError):
+    """The store did not answer in time."""
 
 
 class Deadline:

@@ -1,0 +1,65 @@
+"""Servers that tests start on loopback and stop by their own process."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for_port(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + 30
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        if process.poll() is not None or time.monotonic() > end:
+            raise AssertionError(f"the server did not start:\n{log.read_text(errors='replace')[-2000:]}")
+        time.sleep(0.05)
+
+
+class Server:
+    """A program that listens on a port of 127.0.0.1; `command` makes its command line from the port."""
+
+    def __init__(self, command: Callable[[int], list[str]], folder: Path) -> None:
+        self._command = command
+        self._log = folder / "server.log"
+        self._folder = folder
+        self.port = free_port()
+        self.start()
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self._command(self.port), stdout=log, stderr=log, cwd=self._folder
+            )
+        wait_for_port(self.port, self.process, self._log)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def start_redis(folder: Path, *options: str) -> Server:
+    """Skips if there is no redis-server; under MILEPOST_REQUIRE=all a skip is a failure."""
+    pytest.importorskip("redis")
+    program = shutil.which("redis-server")
+    if program is None:
+        pytest.skip("redis-server is not installed")
+
+    def command(port: int) -> list[str]:
+        fixed = ["--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no"]
+        return [program, *fixed, *options]
+
+    return Server(command, folder)
