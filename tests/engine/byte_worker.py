@@ -143,7 +143,9 @@ class ByteWorker:
             self._write(export.slots[0], after[: export.position], live)
         self._write(chunk.running_slots[0], after, live)
         self.num_computed += chunk.end - chunk.start
-        sampled = [self._sample(live, after, chunk.output_position)] if chunk.num_samples else []
+        sampled = []
+        if chunk.num_samples:
+            sampled.append(self._sample(live, after, chunk.output_position, chunk.allowed_tokens))
         logits = b""
         if chunk.captures_logits:
             logits = array("f", self._scores(after, live)).tobytes()
@@ -188,7 +190,9 @@ class ByteWorker:
         )
         return [*ids, self.tokenizer.eos_token_ids[0]]
 
-    def _sample(self, live: _Live, tokens: array[int], output_position: int) -> SampledToken:
+    def _sample(
+        self, live: _Live, tokens: array[int], output_position: int, allowed_tokens: bytes
+    ) -> SampledToken:
         params = live.sampling
         raw = self._scores(tokens, live)
         scores = list(raw)
@@ -199,6 +203,12 @@ class ByteWorker:
             scores[token_id] += bias
         if output_position < params.min_tokens:
             for token_id in params.stop_token_ids:
+                scores[token_id] = -math.inf
+        if allowed_tokens:
+            bits = int.from_bytes(allowed_tokens, "little")
+            excluded = [i for i in range(self.vocab_size) if not bits >> i & 1]
+            assert len(excluded) < self.vocab_size, "no token is allowed"
+            for token_id in excluded:
                 scores[token_id] = -math.inf
         if params.temperature > 0:
             key = f"{params.seed}/{params.choice_index}/{output_position}"

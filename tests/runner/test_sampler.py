@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from milepost.core.plan import SampledToken, SamplingParams
-from milepost.runner.sampler import SamplingRow, TokenHistory, gumbel_noise, noise_key, sample
+from milepost.engine.constraints import packed_bits
+from milepost.runner.sampler import (
+    SamplingRow,
+    TokenHistory,
+    gumbel_noise,
+    noise_key,
+    sample,
+    unpacked_row,
+)
 
 VOCAB = 37
 
@@ -226,3 +234,46 @@ def test_logits_are_not_changed(params: dict[str, Any]) -> None:
     history = TokenHistory({1}, Counter({2: 1}))
     sample(values, [SamplingRow(SamplingParams(repetition_penalty=2.0, **params), 0, history)])
     assert torch.equal(values, before)
+
+
+# ---------------------------------------------------------------- grammars
+
+
+@given(st.integers(1, 100), st.data())
+def test_packed_rows_are_read_as_they_were_written(vocab_size: int, data: st.DataObject) -> None:
+    missing = data.draw(st.sets(st.integers(0, vocab_size - 1), max_size=vocab_size - 1))
+    row = unpacked_row(packed_bits(vocab_size, sorted(missing)), vocab_size)
+    assert row.dtype == torch.bool and row.shape == (vocab_size,)
+    assert {token_id for token_id, ok in enumerate(row.tolist()) if not ok} == missing
+
+
+@pytest.mark.parametrize("packed", [b"", b"\xff" * 3, b"\xff" * 8, b"\0" * 4, b"\0\0\0\xff"])
+def test_rows_of_another_vocabulary_or_without_an_id(packed: bytes) -> None:
+    with pytest.raises(ValueError, match="allowed_tokens"):
+        unpacked_row(packed, 20)
+
+
+@given(st.integers(0, 50), st.sampled_from([0.0, 0.7, 5.0]), st.data())
+def test_only_allowed_ids_are_sampled(position: int, temperature: float, data: st.DataObject) -> None:
+    values = logits(0)
+    vocab_size = values.shape[1]
+    allowed = torch.zeros(vocab_size, dtype=torch.bool)
+    allowed[list(data.draw(st.sets(st.integers(0, vocab_size - 1), min_size=1, max_size=3)))] = True
+    params = SamplingParams(temperature=temperature, top_p=0.9, top_k=5, min_p=0.01, seed=3, num_logprobs=0)
+    before = values.clone()
+    (token,) = sample(values, [SamplingRow(params, position, allowed=allowed)])
+    assert allowed[token.token_id]
+    assert torch.equal(values, before)
+    assert token.logprob == pytest.approx(float(torch.log_softmax(values[0], -1)[token.token_id]))
+
+
+def test_a_grammar_that_only_allows_the_end_wins_over_a_minimum_length() -> None:
+    values = logits(0)
+    allowed = torch.zeros(values.shape[1], dtype=torch.bool)
+    allowed[4] = True
+    params = SamplingParams(temperature=0.0, min_tokens=10, stop_token_ids=[4])
+    (token,) = sample(values, [SamplingRow(params, 0, allowed=allowed)])
+    assert token.token_id == 4
+    allowed[7] = True
+    (token,) = sample(values, [SamplingRow(params, 0, allowed=allowed)])
+    assert token.token_id == 7

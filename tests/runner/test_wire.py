@@ -43,6 +43,7 @@ chunks = st.builds(
     num_samples=st.integers(0, 1),
     output_position=ints,
     captures_logits=st.booleans(),
+    allowed_tokens=st.binary(max_size=8),
 )
 started = st.builds(
     messages.WorkerRequest,
@@ -109,12 +110,12 @@ def envelope(version: int, kind: str, body: object) -> bytes:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (envelope(2, "plan", {"step_id": 1, "chunks": []}), "version 2"),
-        (envelope(1, "plans", {"step_id": 1, "chunks": []}), "kind 'plans'"),
-        (envelope(1, "plan", {"step_id": 1}), "chunks"),
-        (envelope(1, "plan", {"step_id": "1", "chunks": []}), "step_id"),
-        (envelope(1, "plan", {"step_id": 1, "chunks": [{}]}), "chunks"),
-        (envelope(1, "result", {"step_id": 1, "chunk_results": [], "error": 5}), "error"),
+        (envelope(99, "plan", {"step_id": 1, "chunks": []}), "version 99"),
+        (envelope(wire.WIRE_VERSION, "plans", {"step_id": 1, "chunks": []}), "kind 'plans'"),
+        (envelope(wire.WIRE_VERSION, "plan", {"step_id": 1}), "chunks"),
+        (envelope(wire.WIRE_VERSION, "plan", {"step_id": "1", "chunks": []}), "step_id"),
+        (envelope(wire.WIRE_VERSION, "plan", {"step_id": 1, "chunks": [{}]}), "chunks"),
+        (envelope(wire.WIRE_VERSION, "result", {"step_id": 1, "chunk_results": [], "error": 5}), "error"),
         (b"", "cannot be read"),
         (b"\xc1garbage", "cannot be read"),
         (msgspec.msgpack.encode({"version": 1}), "cannot be read"),

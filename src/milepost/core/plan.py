@@ -96,6 +96,9 @@ class ChunkPlan:
         num_samples: 1 if a token is sampled from the last row, 0 if the prefill goes on.
         output_position: index of the sampled token among the request's outputs (keys the noise).
         captures_logits: return the raw logits of the last row (audits compare them).
+        allowed_tokens: the ids that may be sampled: packed bits, the lowest id in the lowest bit of the
+            first byte, rounded up to whole 32-bit words; one row per sample, joined. Empty = all of them.
+            The scheduler leaves it empty, the engine fills it in for answers that follow a grammar.
     """
 
     request_id: int
@@ -110,6 +113,7 @@ class ChunkPlan:
     num_samples: int
     output_position: int
     captures_logits: bool = False
+    allowed_tokens: bytes = b""
 
 
 @dataclass(slots=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
+from milepost.core.plan import StepPlan
 from milepost.core.request import RequestUpdate
 from milepost.engine.detokenizer import IncrementalDetokenizer
 from milepost.engine.marks import MarkedStream
@@ -73,13 +74,34 @@ class Answer:
                 pieces.append(self._stops.feed(text, may_stop=self._may_stop()))
             if self._stops.found is not None:
                 return self._end(delta, pieces, "stop", self._stops.found)
-        if update.finish_reason is None:
+        if update.finish_reason is None and not self._follow(delta.token_ids):
             return self._with_text(delta, pieces, is_last=False)
         pieces.append(self._stops.feed(self._detokenizer.finish(), may_stop=self._may_stop()))
         if self._stops.found is not None:
             return self._end(delta, pieces, "stop", self._stops.found)
         pieces.append(self._stops.finish())
-        return self._end(delta, pieces, update.finish_reason, update.stop_token_id)
+        return self._end(delta, pieces, update.finish_reason or "stop", update.stop_token_id)
+
+    def _follow(self, token_ids: Sequence[int]) -> bool:
+        """Tell the constraint; True if the answer is complete by it."""
+        constraint = self.request.constraint
+        if constraint is None:
+            return False
+        constraint.accept(token_ids)
+        return constraint.is_complete
+
+    def allowed_tokens(self, output_position: int) -> bytes:
+        """`ChunkPlan.allowed_tokens` of the next sample."""
+        constraint = self.request.constraint
+        return b"" if constraint is None else constraint.allowed_tokens(output_position)
+
+    @property
+    def failure(self) -> str | None:
+        """Why the answer cannot go on; the tokens so far count, the last one may be wrong."""
+        constraint = self.request.constraint
+        if constraint is None or constraint.failure is None:
+            return None
+        return f"the grammar cannot be followed: {constraint.failure}"
 
     def _may_stop(self) -> bool:
         return self.num_tokens > self.request.sampling.min_tokens
@@ -119,3 +141,11 @@ class Answer:
             time_to_first_token=None if first is None else first - self.submitted_at,
             seconds=now - self.submitted_at,
         )
+
+
+def constrain(plan: StepPlan, answers: Mapping[int, Answer]) -> None:
+    """Fill in which tokens may be sampled, for answers that follow a grammar."""
+    for chunk in plan.chunks:
+        answer = answers.get(chunk.request_id) if chunk.num_samples else None
+        if answer is not None:
+            chunk.allowed_tokens = answer.allowed_tokens(chunk.output_position)

@@ -9,6 +9,7 @@ from typing import Any
 
 from milepost.core.plan import SampledToken, SamplingParams
 from milepost.core.request import CacheDomain
+from milepost.engine.constraints import Constraint
 from milepost.errors import MilepostError
 
 
@@ -49,6 +50,7 @@ class GenerationRequest:
         retention_priority: its checkpoints count 2**priority times as much when room is made.
         pin_seconds: its `marker` checkpoints are given up last for so long.
         marks: control tokens that the deltas' `marked` text must tell from ordinary text: id -> character.
+        constraint: what the answer must follow; it belongs to this request alone.
         label: how log lines call the request.
         owner: who competes for a fair share; requests with the same one wait for each other.
         is_counted: False = in no metric and no log (the warm-up).
@@ -68,6 +70,7 @@ class GenerationRequest:
     retention_priority: int = 0
     pin_seconds: float = 0.0
     marks: Mapping[int, str] | None = None
+    constraint: Constraint | None = None
     label: str = ""
     owner: str = ""
     is_counted: bool = True

@@ -22,10 +22,13 @@ from milepost.engine.engine import Engine
 from milepost.engine.messages import GenerationRequest
 from milepost.engine.output_parser import AUTO, OutputFormat
 from milepost.engine.params import random_seed
+from milepost.engine.structured import GrammarCompiler
+from milepost.engine.stores import StoreOptions, connect_events, connect_stores
 from milepost.engine.tokenizer import Tokenizer
 from milepost.errors import ConfigError
 
 if TYPE_CHECKING:
+    from milepost.engine.kv_publisher import ZmqPublisher
     from milepost.models.description import ModelDescription
 
 EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "assets" / "milepost-tiny"
@@ -46,6 +49,7 @@ class ServingOptions:
         seed: None = requests without a seed get a random one; else theirs are drawn from it.
         decode_interval: None = the default, rounded up to the match unit.
         max_queued_requests: requests that may wait for a seat; further ones are refused. None = no bound.
+        stores: what lies beyond the process's memory.
     """
 
     cache_bytes: int = DEFAULT_CACHE_BYTES
@@ -64,6 +68,7 @@ class ServingOptions:
     reasoning_parser: str = AUTO
     tool_call_parser: str = AUTO
     max_queued_requests: int | None = None
+    stores: StoreOptions = StoreOptions()
 
     def cache_config(self) -> CacheConfig:
         """Raises: ConfigError: an option that cannot work, by its name."""
@@ -92,7 +97,9 @@ class ServingModel:
         vocab_size: token ids the model accepts are below it.
         description: None for a model that does not come from a directory (tests).
         audit: which hits are recomputed, and what counts as equal.
+        grammars: compiles what structured answers follow.
         exactness: what the self-test found a hit to promise on this machine, as one line.
+        events: publishes cache events, if asked for.
     """
 
     name: str
@@ -109,6 +116,11 @@ class ServingModel:
     description: ModelDescription | None = None
     audit: AuditConfig = field(default_factory=AuditConfig)
     exactness: str = ""
+    events: ZmqPublisher | None = None
+    grammars: GrammarCompiler = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size)
 
     def encode_prompt(self, text: str) -> array[int]:
         """Token ids of a raw text prompt."""
@@ -117,6 +129,8 @@ class ServingModel:
     def close(self) -> None:
         """Stop the engine and give the memory back."""
         self.engine.close()
+        if self.events is not None:
+            self.events.close()
 
 
 class SeedSource:
@@ -183,6 +197,7 @@ def load_serving_model(
     path = model_directory(EMBEDDED_MODEL if directory is None else directory)
     cache = options.cache_config()
     AuditConfig(options.audit_hits)
+    options.stores.check()
     description = describe(path, dtype=options.dtype)
     geometry = description.layout.geometry(options.match_unit)
     max_model_len = check_budget(geometry, cache, description.max_model_len, options.max_model_len)
@@ -212,6 +227,8 @@ def load_serving_model(
     engine = Engine(
         scheduler, worker, tokenizer, audit=audit, max_queued_requests=options.max_queued_requests
     )
+    exactness = "exact" if promise.exact else "numeric"
+    connect_stores(engine, options.stores, path, model, geometry, worker.pools, exactness)
     return ServingModel(
         name=options.served_model_name or path.resolve().name,
         engine=engine,
@@ -227,6 +244,7 @@ def load_serving_model(
         description=description,
         audit=audit,
         exactness=promise.text,
+        events=connect_events(engine, options.stores, options.match_unit),
     )
 
 

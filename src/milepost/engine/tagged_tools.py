@@ -19,7 +19,7 @@ def typed_argument(text: str, schema: Mapping[str, Any] | None) -> str:
     A text stays a text where the schema allows one, or says nothing; what is no value of the declared
     type stays a text too.
     """
-    kinds = _kinds(schema or {})
+    kinds = argument_kinds(schema or {})
     if not kinds or "string" in kinds:
         if "null" in kinds and text == "null":
             return text
@@ -33,13 +33,13 @@ def typed_argument(text: str, schema: Mapping[str, Any] | None) -> str:
     return word
 
 
-def _kinds(schema: Mapping[str, Any]) -> set[str]:
+def argument_kinds(schema: Mapping[str, Any]) -> set[str]:
     declared = schema.get("type")
     kinds = {declared} if isinstance(declared, str) else set(declared or ())
     for name in ("anyOf", "oneOf"):
         for option in schema.get(name) or ():
             if isinstance(option, Mapping):
-                kinds |= _kinds(option)
+                kinds |= argument_kinds(option)
     if not kinds and any(isinstance(value, str) for value in schema.get("enum") or ()):
         kinds = {"string"}
     return {str(kind) for kind in kinds}

@@ -1,9 +1,9 @@
 """From logits to tokens, with keyed noise.
 
-Order: penalties and bias, stop ids while too few tokens, temperature, min-p, top-k, top-p, then
-argmax(logits + Gumbel noise). The noise of an entry depends on (seed, choice index, output position,
-token id) and on nothing else, so a sampled token depends neither on the batch nor on how the step
-was cut.
+Order: penalties and bias, stop ids while too few tokens, ids that a grammar excludes, temperature,
+min-p, top-k, top-p, then argmax(logits + Gumbel noise). The noise of an entry depends on (seed, choice
+index, output position, token id) and on nothing else, so a sampled token depends neither on the batch
+nor on how the step was cut.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ class SamplingRow:
     Attributes:
         output_position: index among the request's outputs = number of tokens generated so far.
         history: needed if the parameters hold a penalty.
+        allowed: bool [vocabulary], True where an id may be sampled; None = everywhere.
     """
 
     params: SamplingParams
     output_position: int
     history: TokenHistory | None = None
+    allowed: torch.Tensor | None = None
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
@@ -87,7 +89,27 @@ def _processed(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
         changed = changed.clone() if changed is logits else changed
         stops = [token_id for token_id in params.stop_token_ids if 0 <= token_id < vocab_size]
         changed[torch.tensor(stops, dtype=torch.int64)] = -math.inf
+    if row.allowed is not None:
+        masked = changed.masked_fill(~row.allowed, -math.inf)
+        # A grammar that only allows the end wins over a minimum length.
+        changed = masked if masked.max() > -math.inf else logits.masked_fill(~row.allowed, -math.inf)
     return changed
+
+
+def unpacked_row(packed: bytes, vocab_size: int) -> torch.Tensor:
+    """Bool [vocabulary] of `ChunkPlan.allowed_tokens`, one row of it.
+
+    Raises:
+        ValueError: it is made for another vocabulary, or allows nothing.
+    """
+    if len(packed) != -(-vocab_size // 32) * 4:
+        raise ValueError(f"allowed_tokens has {len(packed)} bytes, which is no row of {vocab_size} ids")
+    data = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+    bits = (data.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1
+    row = bits.reshape(-1)[:vocab_size].bool()
+    if not bool(row.any()):
+        raise ValueError("allowed_tokens allows no id")
+    return row
 
 
 def _penalised(logits: torch.Tensor, params: SamplingParams, history: TokenHistory) -> torch.Tensor:

@@ -23,7 +23,7 @@ from milepost.errors import WorkerError
 from milepost.models.loading import LoadedModel
 from milepost.runner.batch import Batch, PageTable, build_batch
 from milepost.runner.pools import PoolSet
-from milepost.runner.sampler import SamplingRow, TokenHistory, sample
+from milepost.runner.sampler import SamplingRow, TokenHistory, sample, unpacked_row
 
 
 @dataclass(slots=True)
@@ -198,7 +198,11 @@ class TorchWorker:
                 results[number].logits = logits[lane].numpy().astype("<f4").tobytes()
             if number in results and chunk.num_samples:
                 state = self._request(chunk.request_id)
-                sampling.append((lane, SamplingRow(state.sampling, chunk.output_position, state.history)))
+                allowed = (
+                    unpacked_row(chunk.allowed_tokens, self.vocab_size) if chunk.allowed_tokens else None
+                )
+                row = SamplingRow(state.sampling, chunk.output_position, state.history, allowed)
+                sampling.append((lane, row))
         if not sampling:
             return failed
         lanes = [lane for lane, _ in sampling]

@@ -19,6 +19,7 @@ from milepost.engine.serving import ServingModel
 from milepost.errors import RequestError
 from milepost.server.conversation import checked_messages, checked_tools
 from milepost.server.generation import Choice, Generation, Prompt, Service, begin
+from milepost.server.guided import constrained_chat
 from milepost.server.schema import ChatBody
 from milepost.server.streams import merged
 
@@ -54,8 +55,16 @@ def render(model: ServingModel, body: ChatBody) -> Question:
     )
     if not rendered.token_ids:
         raise RequestError("messages", "the chat template renders this conversation to nothing")
-    marks = model.output_format.marks.char_by_id if model.output_format.parses else None
-    return Question(Prompt(rendered.token_ids, rendered.wanted, found.pin_seconds, marks), tools)
+    return Question(
+        Prompt(
+            rendered.token_ids,
+            rendered.wanted,
+            found.pin_seconds,
+            marks=model.output_format.marks.char_by_id if model.output_format.parses else None,
+            new_constraint=constrained_chat(model, body, tools, rendered.token_ids),
+        ),
+        tools,
+    )
 
 
 class ChatRun:

@@ -21,6 +21,7 @@ from milepost.engine.tokenizer import Tokenizer
 from milepost.errors import RequestError
 from milepost.server.docs import json_body
 from milepost.server.generation import Choice, Generation, Prompt, Service, begin, check_model
+from milepost.server.guided import constrained, demanded_form
 from milepost.server.middleware import request_id
 from milepost.server.schema import CompletionBody, parse_body
 from milepost.server.streams import merged, respond
@@ -40,7 +41,7 @@ async def completions(request: Request) -> Response:
     check_model(service, body.model)
     if body.echo and body.logprobs is not None:
         raise RequestError("echo", "cannot be combined with `logprobs`: prompts have none on this server")
-    prompts = [Prompt(ids) for ids in await asyncio.to_thread(prompt_token_ids, service.model, body)]
+    prompts = await asyncio.to_thread(_prompts, service.model, body)
     wanted = checked_breakpoints(body.prompt_cache_breakpoints, [len(p.token_ids) for p in prompts])
     if wanted:
         prompts[0].wanted = wanted
@@ -52,6 +53,11 @@ async def completions(request: Request) -> Response:
     )
     answer = _Completion(service.model, body, generation, completion_id)
     return await respond(request, generation.streams, answer, is_stream=bool(body.stream))
+
+
+def _prompts(model: ServingModel, body: CompletionBody) -> list[Prompt]:
+    new_constraint = constrained(model, demanded_form(body))
+    return [Prompt(ids, new_constraint=new_constraint) for ids in prompt_token_ids(model, body)]
 
 
 def prompt_token_ids(model: ServingModel, body: CompletionBody) -> list[array[int]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request
 
 from milepost.engine.aio import AnswerStream, AsyncEngine
+from milepost.engine.constraints import Constraint
 from milepost.engine.messages import GenerationRequest, OutputDelta, ReuseExplanation
 from milepost.engine.params import (
     OutputLimit,
@@ -41,12 +42,14 @@ class Prompt:
 
     Attributes:
         marks: control tokens that whoever parses the answers looks for; see `GenerationRequest`.
+        new_constraint: makes what each answer must follow.
     """
 
     token_ids: array[int]
     wanted: list[tuple[int, str]] = field(default_factory=list)
     pin_seconds: float = 0.0
     marks: Mapping[int, str] | None = None
+    new_constraint: Callable[[], Constraint] | None = None
 
 
 @dataclass(slots=True)
@@ -192,6 +195,7 @@ def begin(
                     retention_priority=body.cache_priority or 0,
                     pin_seconds=prompt.pin_seconds,
                     marks=prompt.marks,
+                    constraint=None if prompt.new_constraint is None else prompt.new_constraint(),
                     owner=caller.owner,
                     label=label if len(prompts) * n == 1 else f"{label}/{index}",
                 )

@@ -23,10 +23,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "kv_transfer_params": (),
     "logits_processors": ([],),
     "lora_adapter": (),
@@ -37,8 +33,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"], []),
     "prompt_embeds": (),
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
     "suffix": ("",),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
@@ -101,6 +95,13 @@ class Body(BaseModel):
     prompt_cache_key: str | None = None
     cache_prompt: bool | None = None
     cache_priority: int | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_json_object: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
 
     def check_extras(self) -> None:
         """Refuse what would change the answer and is not implemented.
@@ -176,12 +177,6 @@ class ChatBody(Body):
     tool_choice: Any = None
 
     def check_extras(self) -> None:
-        if self.tool_choice not in (None, "none", "auto"):
-            raise RequestError(
-                "tool_choice",
-                "is not supported by this server, except for `none` and `auto`",
-                code="unsupported_field",
-            )
         if (self.model_extra or {}).get("prompt_cache_breakpoints") is not None:
             raise RequestError(
                 "prompt_cache_breakpoints",
