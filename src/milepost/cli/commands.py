@@ -108,6 +108,11 @@ def serve(
     api_key_file: opt.ApiKeyFile = None,
     admin_api_key: opt.AdminApiKey = None,
     share_prefix_across_keys: opt.SharePrefix = False,
+    kv_store: opt.KvStore = None,
+    persist: opt.Persist = None,
+    persist_bytes: opt.PersistBytes = opt.DEFAULT_PERSIST_SIZE,
+    verify_weights: opt.VerifyWeights = False,
+    kv_events_config: opt.KvEvents = None,
     config: opt.ConfigFile = None,
 ) -> None:
     """Serve a model over the OpenAI API."""
@@ -130,6 +135,13 @@ def serve(
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
         max_queued_requests=max_queued_requests if max_queued_requests >= 0 else None,
+        stores=opt.store_options(
+            kv_store=kv_store,
+            persist=persist,
+            persist_bytes=persist_bytes,
+            verify_weights=verify_weights,
+            kv_events_config=kv_events_config,
+        ),
     )
     server_options = opt.server_options(
         request_timeout=request_timeout,

@@ -130,6 +130,38 @@ SharePrefix = Annotated[
         help="One cache for all keys: what one caller sent before then shows in the numbers of another.",
     ),
 ]
+KvStore = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--kv-store",
+        help="Where segments live beyond the cache, like memory://?bytes=8GiB, file:///dir?bytes=50GiB or "
+        "redis://host:6379/0?bytes=8GiB; may be repeated, fastest first.",
+    ),
+]
+Persist = Annotated[
+    Path | None,
+    typer.Option(
+        "--persist",
+        help="Folder that keeps what was computed over restarts; it holds prompts in derived form.",
+    ),
+]
+PersistBytes = Annotated[
+    str, typer.Option("--persist-bytes", help="Most that the folder of --persist may take, like 50GiB.")
+]
+VerifyWeights = Annotated[
+    bool,
+    typer.Option(
+        "--verify-weights",
+        help="Hash every byte of the weights, instead of samples, before segments of a store are trusted.",
+    ),
+]
+KvEvents = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-events-config",
+        help='Publish cache events for routers: JSON such as {"endpoint": "tcp://127.0.0.1:5557"}.',
+    ),
+]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
@@ -144,6 +176,7 @@ DEFAULT_CACHE_SIZE = "1GiB"
 DEFAULT_BODY_SIZE = "32MiB"
 DEFAULT_MAX_QUEUED_REQUESTS = 1024
 DEFAULT_DRAIN_SECONDS = 20.0
+DEFAULT_PERSIST_SIZE = "50GiB"
 
 
 def serving_options(
@@ -169,6 +202,30 @@ def serving_options(
         decode_interval=decode_interval,
         dtype=None if dtype == "auto" else dtype,
         **others,
+    )
+
+
+def store_options(
+    *,
+    kv_store: Sequence[str] | None,
+    persist: Path | None,
+    persist_bytes: str,
+    verify_weights: bool,
+    kv_events_config: str | None,
+) -> Any:
+    """`engine.stores.StoreOptions` from option values (imported late: it needs the extras).
+
+    Raises:
+        ConfigError: a value that cannot work, by its name.
+    """
+    from milepost.engine.stores import StoreOptions
+
+    return StoreOptions(
+        tuple(kv_store or ()),
+        persist,
+        parse_size(persist_bytes, "persist_bytes"),
+        verify_weights,
+        kv_events_config,
     )
 
 

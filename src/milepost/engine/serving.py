@@ -22,8 +22,8 @@ from milepost.engine.engine import Engine
 from milepost.engine.messages import GenerationRequest
 from milepost.engine.output_parser import AUTO, OutputFormat
 from milepost.engine.params import random_seed
-from milepost.engine.structured import GrammarCompiler
 from milepost.engine.stores import StoreOptions, connect_events, connect_stores
+from milepost.engine.structured import GrammarCompiler
 from milepost.engine.tokenizer import Tokenizer
 from milepost.errors import ConfigError
 

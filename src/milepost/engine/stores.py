@@ -1,0 +1,132 @@
+"""Connects an engine to the stores and event subscribers its options name."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from milepost.core.geometry import CacheGeometry
+from milepost.core.ports import RecordAccess
+from milepost.engine.engine import Engine
+from milepost.engine.kv_events import KvEventLog, KvEventSource
+from milepost.engine.kv_publisher import KvEventsConfig, ZmqPublisher, parse_kv_events_config
+from milepost.engine.segments import SegmentCodec
+from milepost.errors import ConfigError
+from milepost.stores.address import StoreAddress, open_stores, parse_addresses
+from milepost.stores.segment_format import Identity
+from milepost.stores.tiers import Tiers
+
+if TYPE_CHECKING:
+    from milepost.models.loading import LoadedModel
+
+log = logging.getLogger("milepost.engine")
+
+PERSIST_TIER = "persist"
+DEFAULT_PERSIST_BYTES = 50 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """What lies beyond the process's memory.
+
+    Attributes:
+        kv_stores: addresses, fastest first; see `stores.address`.
+        persist: folder of a file tier behind them; None = none.
+        persist_bytes: its budget.
+        verify_weights: hash every byte of the weights into the fingerprint, not samples.
+        kv_events_config: JSON; see `kv_publisher.KvEventsConfig`.
+    """
+
+    kv_stores: tuple[str, ...] = ()
+    persist: Path | None = None
+    persist_bytes: int = DEFAULT_PERSIST_BYTES
+    verify_weights: bool = False
+    kv_events_config: str | None = None
+
+    def addresses(self) -> list[StoreAddress]:
+        """
+        Raises:
+            ConfigError: an address that cannot work.
+        """
+        addresses = parse_addresses(self.kv_stores)
+        if self.persist is not None:
+            folder = self.persist.expanduser().absolute()
+            if folder == Path(folder.anchor):
+                raise ConfigError("persist", f"{folder} is the root of the file system; name a folder")
+            if any(address.name == PERSIST_TIER for address in addresses):
+                raise ConfigError("kv_store", f"the name {PERSIST_TIER!r} is that of --persist")
+            addresses.append(
+                StoreAddress("file", f"file://{folder}", str(folder), self.persist_bytes, PERSIST_TIER)
+            )
+        return addresses
+
+    def events(self) -> KvEventsConfig | None:
+        """
+        Raises:
+            ConfigError: a config that cannot work.
+        """
+        if self.kv_events_config is None:
+            return None
+        config = parse_kv_events_config(self.kv_events_config)
+        return config if config.enable_kv_cache_events else None
+
+    def check(self) -> None:
+        """
+        Raises:
+            ConfigError: an option that cannot work, before anything is loaded.
+        """
+        self.addresses()
+        self.events()
+
+
+def connect_stores(
+    engine: Engine,
+    options: StoreOptions,
+    directory: Path,
+    model: LoadedModel,
+    geometry: CacheGeometry,
+    records: RecordAccess,
+    exactness: str,
+) -> None:
+    """Give `engine` its tiers, before it starts.
+
+    Raises:
+        ConfigError, StoreError: an address that is wrong, or a store that cannot be used.
+    """
+    addresses = options.addresses()
+    if not addresses:
+        return
+    from milepost.models.identity import fingerprint
+
+    identity = Identity(
+        fingerprint(
+            directory,
+            model.layout,
+            dtype=model.dtype,
+            numerics=model.kernels.numerics,
+            exactness=exactness,
+            full=options.verify_weights,
+        ),
+        (geometry.rank, geometry.world_size),
+    )
+    tiers = Tiers(open_stores(addresses, identity))
+    engine.use_tiers(tiers, SegmentCodec(geometry, records, identity.fingerprint, time.time))
+    log.info("stores, fastest first: %s; fingerprint %s", ", ".join(tiers.names), identity.fingerprint[:16])
+
+
+def connect_events(engine: Engine, options: StoreOptions, match_unit: int) -> ZmqPublisher | None:
+    """Announce what `engine` caches, before it starts; the caller closes the publisher.
+
+    Raises:
+        ConfigError: a wrong config, or an address that cannot be bound.
+    """
+    config = options.events()
+    if config is None:
+        return None
+    publisher = ZmqPublisher(config)
+    engine.use_events(KvEventSource(KvEventLog(match_unit), publisher.publish, time.time))
+    log.info("cache events: %s", publisher.endpoint)
+    return publisher
