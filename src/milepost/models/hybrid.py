@@ -136,10 +136,10 @@ class HybridDecoder:
         loader = Loader(weights, kernels, dtype, prefix)
         self._kernels = kernels
         self._embedding = loader.tensor(_EMBEDDING, spec.vocab_size, spec.hidden_size)
-        self._layers = [
-            DecoderLayer(loader.under(f"layers.{index}"), index, layer, spec)
-            for index, layer in enumerate(spec.layers)
-        ]
+        self._layers: list[DecoderLayer] = []
+        for index, layer in enumerate(spec.layers):
+            self._layers.append(DecoderLayer(loader.under(f"layers.{index}"), index, layer, spec))
+            weights.release()
         self._residuals: AttentionResiduals | None = None
         if spec.attn_res_block_layers is not None:
             self._residuals = AttentionResiduals(loader, spec, spec.attn_res_block_layers)

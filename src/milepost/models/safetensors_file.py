@@ -65,6 +65,12 @@ class SafetensorsFile:
         self._header_end = self._read_header_end()
         self.entries = self._read_entries()
 
+    def release(self, start: int, end: int) -> None:
+        """Give back the memory of bytes [start, end); who reads them again gets them from the file."""
+        start -= start % mmap.PAGESIZE
+        if hasattr(self.mapping, "madvise") and end > start:
+            self.mapping.madvise(mmap.MADV_DONTNEED, start, end - start)
+
     def _error(self, message: str) -> CheckpointFileError:
         return CheckpointFileError(f"{self.path} {message}")
 

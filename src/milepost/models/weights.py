@@ -26,6 +26,9 @@ FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 BYTE_DTYPES = ("U8", "F8_E8M0")
 """Packed values and their scales; read as uint8."""
 
+_CHECKED_AT_ONCE = 1 << 20
+"""Values."""
+
 Progress = Callable[[int, int], None]
 """Called with (bytes loaded, bytes in all files) after each tensor."""
 
@@ -52,6 +55,7 @@ class WeightReader:
         self._check_finite = check_finite
         self._files: dict[str, SafetensorsFile] = {}
         self._taken: set[str] = set()
+        self._resident: list[tuple[SafetensorsFile, int, int]] = []
         self._bytes_done = 0
         self._open()
         self.num_bytes = sum(
@@ -219,8 +223,19 @@ class WeightReader:
             )
         return file
 
+    def release(self) -> None:
+        """Give back the memory of the mapped files that was read since the last call.
+
+        Packed weights are copies, so a loader that calls this after each layer never holds a model twice.
+        Views that are still in use read their bytes from the file again.
+        """
+        for file, start, end in self._resident:
+            file.release(start, end)
+        self._resident.clear()
+
     def finish(self) -> None:
-        """Reports the end: tensors nobody took are done as well."""
+        """Reports the end: tensors nobody took are done as well. Memory is released."""
+        self.release()
         if self._progress is not None and self._bytes_done < self.num_bytes:
             self._bytes_done = self.num_bytes
             self._progress(self._bytes_done, self.num_bytes)
@@ -230,16 +245,20 @@ class WeightReader:
             return
         self._taken.add(name)
         entry = self._files[name].entries[name]
+        self._resident.append((self._files[name], entry.start, entry.end))
         self._bytes_done += entry.end - entry.start
         if self._progress is not None:
             self._progress(self._bytes_done, self.num_bytes)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """A sum settles nearly every tensor without a temporary copy; only huge values need a closer look."""
-    if bool(torch.isfinite(tensor.sum(dtype=torch.float32 if tensor.itemsize < 4 else None))):
-        return True
-    return bool(torch.isfinite(tensor).all())
+    """Piece by piece: sums of narrow types make a wide copy. A sum settles nearly every piece; only huge
+    values need a closer look."""
+    for piece in tensor.reshape(-1).split(_CHECKED_AT_ONCE):
+        total = piece.sum(dtype=torch.float32 if piece.itemsize < 4 else None)
+        if not bool(torch.isfinite(total)) and not bool(torch.isfinite(piece).all()):
+            return False
+    return True
 
 
 def _view(file: SafetensorsFile, name: str) -> torch.Tensor:
