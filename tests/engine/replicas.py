@@ -98,10 +98,8 @@ def replica(
     engine = Engine(scheduler, worker, tokenizer)
     tiers = Tiers(stores) if stores else None
     if tiers is not None:
-        engine.use_tiers(tiers, SegmentCodec(geometry, worker.pools, fingerprint, time.time))
-        assert engine.tiering is not None
-        engine.tiering.seconds_per_token = 1.0  # loads are always worth it
-        engine.tiering.note_step = lambda plan, seconds: None  # type: ignore[method-assign]
+        codec = SegmentCodec(geometry, worker.pools, fingerprint, time.time)
+        engine.use_tiers(tiers, codec, always_loads=True)
     engine.start()
     try:
         yield Replica(engine, scheduler, tiers)

@@ -148,6 +148,13 @@ Persist = Annotated[
 PersistBytes = Annotated[
     str, typer.Option("--persist-bytes", help="Most that the folder of --persist may take, like 50GiB.")
 ]
+LoadPolicy = Annotated[
+    str,
+    typer.Option(
+        "--kv-load-policy",
+        help="auto = load from a store where that is sooner than computing; always = whenever it can.",
+    ),
+]
 VerifyWeights = Annotated[
     bool,
     typer.Option(
@@ -210,6 +217,7 @@ def store_options(
     kv_store: Sequence[str] | None,
     persist: Path | None,
     persist_bytes: str,
+    load_policy: str,
     verify_weights: bool,
     kv_events_config: str | None,
 ) -> Any:
@@ -224,6 +232,7 @@ def store_options(
         tuple(kv_store or ()),
         persist,
         parse_size(persist_bytes, "persist_bytes"),
+        load_policy,
         verify_weights,
         kv_events_config,
     )

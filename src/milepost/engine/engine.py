@@ -128,10 +128,17 @@ class Engine:
         atexit.register(self._stop_at_exit)
         self._thread.start()
 
-    def use_tiers(self, tiers: Tiers, codec: SegmentCodec) -> None:
+    def use_tiers(self, tiers: Tiers, codec: SegmentCodec, *, always_loads: bool = False) -> None:
         """Load from and save to stores; before `start`. The engine closes them."""
         self._tiers = tiers
-        self._tiering = Tiering(tiers, self._scheduler, codec, clock=self._clock, wake=self._notify)
+        self._tiering = Tiering(
+            tiers,
+            self._scheduler,
+            codec,
+            clock=self._clock,
+            wake=self._notify,
+            always_loads=always_loads,
+        )
         self._turns.append(self._tiering.turn)
 
     def use_events(self, source: KvEventSource) -> None:

@@ -26,6 +26,7 @@ log = logging.getLogger("milepost.engine")
 
 PERSIST_TIER = "persist"
 DEFAULT_PERSIST_BYTES = 50 << 30
+LOAD_POLICIES = ("auto", "always")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class StoreOptions:
         kv_stores: addresses, fastest first; see `stores.address`.
         persist: folder of a file tier behind them; None = none.
         persist_bytes: its budget.
+        load_policy: "auto" = load where that is sooner than computing; "always".
         verify_weights: hash every byte of the weights into the fingerprint, not samples.
         kv_events_config: JSON; see `kv_publisher.KvEventsConfig`.
     """
@@ -43,6 +45,7 @@ class StoreOptions:
     kv_stores: tuple[str, ...] = ()
     persist: Path | None = None
     persist_bytes: int = DEFAULT_PERSIST_BYTES
+    load_policy: str = "auto"
     verify_weights: bool = False
     kv_events_config: str | None = None
 
@@ -80,6 +83,10 @@ class StoreOptions:
         """
         self.addresses()
         self.events()
+        if self.load_policy not in LOAD_POLICIES:
+            raise ConfigError(
+                "kv_load_policy", f"{self.load_policy!r} is unknown; use one of {', '.join(LOAD_POLICIES)}"
+            )
 
 
 def connect_stores(
@@ -113,7 +120,8 @@ def connect_stores(
         (geometry.rank, geometry.world_size),
     )
     tiers = Tiers(open_stores(addresses, identity))
-    engine.use_tiers(tiers, SegmentCodec(geometry, records, identity.fingerprint, time.time))
+    codec = SegmentCodec(geometry, records, identity.fingerprint, time.time)
+    engine.use_tiers(tiers, codec, always_loads=options.load_policy == "always")
     log.info("stores, fastest first: %s; fingerprint %s", ", ".join(tiers.names), identity.fingerprint[:16])
 
 

@@ -36,12 +36,13 @@ from milepost.engine.segments import SegmentCodec
 from milepost.stores.port import StoredSegment
 
 if TYPE_CHECKING:
-    from milepost.stores.tiers import Found, Tiers
+    from milepost.stores.tiers import Found, TierCounters, Tiers
 
 log = logging.getLogger("milepost.engine")
 
 INITIAL_SECONDS_PER_TOKEN = 1 / 4000
 """Until prefill speed was measured: low, so that a load must be clearly worth it."""
+PATIENT_SECONDS_PER_TOKEN = 1.0
 SPEED_SMOOTHING = 0.2
 MIN_MEASURED_TOKENS = 16
 """Steps with fewer rows say little about prefill."""
@@ -56,6 +57,7 @@ MAX_PENDING_SAVES = 4096
 
 LOADED, NOT_FOUND, SOONER_COMPUTED = "loaded", "not_found", "sooner_computed"
 TOO_LATE, FAILED, NO_ROOM, UNUSABLE = "too_late", "failed", "no_room", "unusable"
+LOOKUP_OUTCOMES = (LOADED, NOT_FOUND, SOONER_COMPUTED, TOO_LATE, FAILED, NO_ROOM, UNUSABLE)
 
 
 @dataclass(slots=True)
@@ -79,6 +81,7 @@ class Tiering:
     Args:
         clock: seconds, monotonic; the engine's own.
         wake: ends the engine's wait; called from threads of the tiers.
+        always_loads: load what there is, however long it takes, as if a token cost a second to compute.
 
     Attributes:
         seconds_per_token: to compute one prompt token, as measured so far.
@@ -92,6 +95,7 @@ class Tiering:
         *,
         clock: Callable[[], float],
         wake: Callable[[], None],
+        always_loads: bool = False,
     ) -> None:
         self._tiers = tiers
         self._scheduler = scheduler
@@ -108,13 +112,15 @@ class Tiering:
         self._is_blocked = False
         self._num_restores = 0
         self._removed: list[bytes] | None = None
-        self.seconds_per_token = INITIAL_SECONDS_PER_TOKEN
+        self._always_loads = always_loads
+        self.seconds_per_token = PATIENT_SECONDS_PER_TOKEN if always_loads else INITIAL_SECONDS_PER_TOKEN
         cache = scheduler.cache
         self._unit = cache.match_unit
         self._max_saving_bytes = floor_div(cache.memory.budget_bytes, SAVING_SHARE)
         self._decode_interval = cache.config.decode_interval
         self.outcomes: Counter[str] = Counter()
         """Lookups by how they ended."""
+        self.num_queried_tokens = 0
         self.num_loaded_tokens = 0
         self.num_unsaved = 0
         """Checkpoints that were gone, or refused, before they were saved."""
@@ -136,6 +142,7 @@ class Tiering:
             return
         now = self._clock()
         patience = self._cost(0).computing_seconds(len(outlook.keys) * self._unit)
+        self.num_queried_tokens += len(outlook.keys) * self._unit
         lookup = _Lookup(request, outlook, now, now + patience)
         self._lookups[request.request_id] = lookup
         self._transfers.hold(request.request_id)
@@ -161,7 +168,7 @@ class Tiering:
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """Learn what computing a token costs."""
-        if plan.num_tokens >= MIN_MEASURED_TOKENS:
+        if plan.num_tokens >= MIN_MEASURED_TOKENS and not self._always_loads:
             measured = seconds / plan.num_tokens
             self.seconds_per_token += SPEED_SMOOTHING * (measured - self.seconds_per_token)
 
@@ -173,10 +180,15 @@ class Tiering:
     @property
     def save_lag_seconds(self) -> float:
         """Age of the oldest checkpoint that is not saved yet."""
-        waiting = [since for _, since in self._pending]
-        oldest = min(waiting, default=None)
-        in_queue = self._tiers.oldest_pending_seconds
-        return max(in_queue, 0.0 if oldest is None else self._clock() - oldest)
+        try:
+            waiting = self._clock() - self._pending[0][1]
+        except IndexError:
+            waiting = 0.0
+        return max(waiting, self._tiers.oldest_pending_seconds)
+
+    def tier_counters(self) -> list[TierCounters]:
+        """One per tier, fastest first; from any thread."""
+        return self._tiers.counters()
 
     @property
     def num_pending_saves(self) -> int:

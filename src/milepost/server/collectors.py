@@ -53,7 +53,7 @@ def _grown(values: Mapping[str, int], more: Mapping[str, int]) -> Mapping[str, i
     return result
 
 
-class _Families:
+class Families:
     """Makes metric families with the labels of this server."""
 
     def __init__(self, labels: tuple[str, str]) -> None:
@@ -80,6 +80,11 @@ class _Families:
     ) -> Metric:
         return self._of(CounterMetricFamily, name, text, labels, values.items())
 
+    def triples(
+        self, name: str, text: str, labels: tuple[str, str, str], values: Mapping[tuple[str, ...], float]
+    ) -> Metric:
+        return self._of(CounterMetricFamily, name, text, labels, values.items())
+
     def _of(
         self,
         kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
@@ -103,7 +108,7 @@ class ReuseCollector(Collector):
     """What admitted requests reused. `admitted` is called by one thread, scrapes by others."""
 
     def __init__(self, labels: tuple[str, str]) -> None:
-        self._families = _Families(labels)
+        self._families = Families(labels)
         self.totals = ReuseTotals()
 
     def admitted(self, reuse: ReuseExplanation) -> None:
@@ -151,7 +156,7 @@ class EngineCollector(Collector):
 
     def __init__(self, model: ServingModel, labels: tuple[str, str]) -> None:
         self._model = model
-        self._families = _Families(labels)
+        self._families = Families(labels)
 
     def describe(self) -> list[Metric]:
         return []

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from milepost.engine.messages import FinishedRequest, ReuseExplanation
 from milepost.engine.serving import ServingModel
 from milepost.server.collectors import LABELS, EngineCollector, ReuseCollector
+from milepost.server.tier_metrics import TierCollector
 
 TTFT_BUCKETS = tuple(0.001 * 2**power for power in range(17))
 INTER_TOKEN_BUCKETS = tuple(0.001 * factor * 10**power for power in range(4) for factor in (1, 2.5, 5))
@@ -53,6 +54,8 @@ class ServerMetrics:
         self._reuse = ReuseCollector(self._labels)
         self.registry.register(self._reuse)
         self.registry.register(EngineCollector(model, self._labels))
+        if model.engine.tiering is not None:
+            self.registry.register(TierCollector(model.engine.tiering, self._labels))
 
     def render(self) -> bytes:
         """The text exposition format."""
