@@ -114,7 +114,6 @@ class Engine:
         self._turns: list[Callable[[], None]] = []
         """Called in the engine thread before every step."""
         self._tiering: Tiering | None = None
-        self._tiers: Tiers | None = None
         self.failure: str | None = None
 
     # ------------------------------------------------------------------ from any thread
@@ -130,14 +129,9 @@ class Engine:
 
     def use_tiers(self, tiers: Tiers, codec: SegmentCodec, *, always_loads: bool = False) -> None:
         """Load from and save to stores; before `start`. The engine closes them."""
-        self._tiers = tiers
+        clock, wake = self._clock, self._notify
         self._tiering = Tiering(
-            tiers,
-            self._scheduler,
-            codec,
-            clock=self._clock,
-            wake=self._notify,
-            always_loads=always_loads,
+            tiers, self._scheduler, codec, clock=clock, wake=wake, always_loads=always_loads
         )
         self._turns.append(self._tiering.turn)
 
@@ -211,8 +205,8 @@ class Engine:
             if self._thread.is_alive():
                 raise EngineError(f"the engine thread did not stop within {timeout:g} s")
             atexit.unregister(self._stop_at_exit)
-        if self._tiers is not None:
-            self._tiers.close()
+        if self._tiering is not None:
+            self._tiering.close()
         self._worker.close()
 
     def _notify(self) -> None:
@@ -256,8 +250,8 @@ class Engine:
     # ------------------------------------------------------------------ in the engine thread
 
     def _run(self) -> None:
-        if self._tiers is not None:
-            self._tiers.forbid_thread(threading.get_ident())
+        if self._tiering is not None:
+            self._tiering.begin()
         try:
             while self._take_messages():
                 self.step()

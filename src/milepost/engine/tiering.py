@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -127,6 +128,14 @@ class Tiering:
         cache.tree.listeners.append(self)
 
     # -- for the engine ------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """In the engine thread, before anything else: no store may ever be called on it."""
+        self._tiers.forbid_thread(threading.get_ident())
+
+    def close(self) -> None:
+        """Close the stores; the engine thread has ended."""
+        self._tiers.close()
 
     @property
     def has_work(self) -> bool:
