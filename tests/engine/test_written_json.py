@@ -44,6 +44,8 @@ CALL = "{%- set call = messages[0].tool_calls[0] -%}{%- set a = call.function.ar
         ("{{ a.deep | tojson(separators=(',', ':')) }}", '{"z":[1,null],"e":"Röm"}'),
         ("{{ {'b': 1, 'a': a.deep.z} | tojson(sort_keys=true) }}", '{"a": [1, null], "b": 1}'),
         ("{{ a.deep.z | tojson(indent=1) }}", "[\n 1,\n null\n]"),
+        ("{{ a.deep.z | tojson(indent=0) }}", "[\n1,\nnull\n]"),
+        ("{{ a.deep | tojson(ensure_ascii=true) }}", '{"z": [1, null], "e": "R\\u00f6m"}'),
     ],
 )
 def test_what_templates_do_with_arguments(source: str, expected: str) -> None:

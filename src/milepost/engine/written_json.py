@@ -76,7 +76,7 @@ def dump(value: Any, **options: Any) -> str:
         options: of `json.dumps`. With a layout asked for (indent, separators, sorted keys, ASCII) there
             is no text to keep.
     """
-    if any(options.values()):
+    if any(option is not None and option is not False for option in options.values()):
         return json.dumps(value, **{"ensure_ascii": False, **options})
     texts: dict[str, str] = {}
     shown = json.dumps(_hidden(value, texts), ensure_ascii=False)
