@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import httpx
 import openai
 import pytest
 
@@ -45,7 +49,8 @@ def serving(*arguments: str) -> Iterator[tuple[str, list[str], subprocess.Popen[
         assert found is not None, "".join(lines)
         yield found[1], lines, process
     finally:
-        process.send_signal(signal.SIGINT)
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
         try:
             process.wait(30)
         finally:
@@ -93,3 +98,62 @@ def common_prefix(left: list[int], right: list[int]) -> int:
     while length < min(len(left), len(right)) and left[length] == right[length]:
         length += 1
     return length
+
+
+STREAM = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "stream": True}
+
+
+def test_sigterm_finishes_what_is_open_and_exits_with_0() -> None:
+    with serving("--max-model-len", "2048", "--cache-bytes", "64MiB") as (url, lines, process):
+        with httpx.stream("POST", f"{url}/v1/completions", json=STREAM, timeout=60) as answer:
+            events = (line[6:] for line in answer.iter_lines() if line.startswith("data: "))
+            next(events)
+            process.send_signal(signal.SIGTERM)
+            rest = list(events)
+        assert rest[-1] == "[DONE]" and '"finish_reason":"length"' in rest[-2]
+        assert process.wait(30) == 0
+    text = "".join(lines)
+    assert "stopping: 1 open requests may go on for 20 s" in text
+    assert "Traceback" not in text and "leaked" not in text and "terminate" not in text
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it_at_once(kind: signal.Signals) -> None:
+    with serving("--max-model-len", "2048", "--cache-bytes", "64MiB") as (url, lines, process):
+        body = {**STREAM, "max_tokens": 2000}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+            held = answer.iter_lines()  # an iterator that is let go closes the connection
+            next(held)
+            process.send_signal(signal.SIGTERM)
+            deadline = time.monotonic() + 20
+            while "stopping: 1 open" not in "".join(lines):
+                assert time.monotonic() < deadline, ("it does not begin to stop", process.poll(), lines)
+                time.sleep(0.01)
+            begun = time.monotonic()
+            process.send_signal(kind)
+            assert process.wait(10) == 128 + kind
+            assert time.monotonic() - begun < 2
+    assert "Traceback" not in "".join(lines)
+
+
+@pytest.mark.slow
+def test_health_answers_while_the_model_is_loaded() -> None:
+    """A probe sees 503, then 200; no connection is refused in between."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    seen: list[int] = []
+    stop = threading.Event()
+
+    def probe() -> None:
+        while not stop.wait(0.02):
+            with contextlib.suppress(httpx.ConnectError):
+                seen.append(httpx.get(f"http://127.0.0.1:{port}/health", timeout=10).status_code)
+
+    prober = threading.Thread(target=probe, daemon=True)
+    prober.start()
+    with serving("--port", str(port), "--cache-bytes", "64MiB"):
+        pass
+    stop.set()
+    prober.join(10)
+    assert seen[0] == 503 and seen == sorted(seen, reverse=True), seen
