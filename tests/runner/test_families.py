@@ -100,6 +100,23 @@ def test_packed_is_alone(driver: Driver) -> None:
     close(driver, rows[53:], alone[1])
 
 
+@pytest.mark.parametrize("position", [UNIT, 4 * UNIT])
+def test_records_move_to_another_worker(driver: Driver, position: int) -> None:
+    """What a store keeps is bytes of pages and of one state: elsewhere, in other places, they are a hit."""
+    tokens = random_tokens(NUM_TOKENS, driver.model.vocab_size, seed=40 + position)
+    first, expected = cold(driver, tokens, 0, [(position, 1)])
+    other = Driver(driver.model, match_unit=UNIT, shuffle_seed=9)
+    other.poison()
+    pages = first.pages[: position // UNIT]
+    theirs = [other._free_pages.pop() for _ in pages]
+    source, target = driver.worker.pools, other.worker.pools
+    for pool, ours, places in ((0, pages, theirs), (1, [1], [6])):
+        payload = b"".join(bytes(piece) for piece in source.read_records(pool, ours))
+        target.write_records(pool, places, payload)
+    hit = other.sequence(tokens, 2, start_slot=6, pages=theirs, num_processed=position)
+    close(driver, other.logits(other.plan((hit, NUM_TOKENS - position))), expected[position:])
+
+
 @pytest.mark.parametrize(("processed", "extra"), [(48, 1), (48, 9), (50, 3), (33, 30)])
 def test_recomputed_tokens_stay_within_the_bound(model: LoadedModel, processed: int, extra: int) -> None:
     """P1: at most (U - 1) + max(1, N - P) tokens are computed again."""
