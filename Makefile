@@ -86,6 +86,10 @@ test: $(VENV)/.stamp-test native-if-possible ## the tests, offline, in under ten
 test-full: $(VENV)/.stamp-full native-if-possible ## what `make test` leaves out: long simulation, oracles, services
 	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist worksteal -m 'slow or service or oracle' $(PYTEST_ARGS)
 
+.PHONY: kill-test
+kill-test: $(VENV)/.stamp-test native-if-possible ## SIGKILL a server with --persist fifty times, with checks after every restart
+	MILEPOST_KILLS=50 $(TEST_ENV) $(PY) -m pytest -s -m slow tests/e2e/test_kill.py $(PYTEST_ARGS)
+
 # An environment without torch and numpy, not one that hides them.
 .PHONY: test-core
 test-core: .venv-core/.stamp ## core and simulator where torch and numpy are not installed

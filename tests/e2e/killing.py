@@ -1,0 +1,192 @@
+"""A server with `--persist` that is killed at random moments, and an observer of its folder.
+
+The observer reads the folder right after a kill, as anybody could: a segment is durable if its file has its
+name. Together with the segments it builds on, it must be a hit after the restart.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import httpx
+
+from milepost.core.hashing import CacheDomain, KeyChain
+from milepost.stores.segment_format import decode_head
+
+UNIT = 32
+START_SECONDS = 120
+Generate = Callable[[list[int], int], list[int]]
+"""Prompt, number of tokens -> the answer of an engine that never stopped."""
+
+
+class KilledServer(Exception):
+    """The server was gone before it had answered."""
+
+
+class Served:
+    """One process of `milepost serve`."""
+
+    def __init__(self, folder: Path, budget_bytes: int, log: Path) -> None:
+        command = [
+            sys.executable, "-m", "milepost", "serve", "--port", "0", "--prefix-match-unit", str(UNIT),
+            "--persist", str(folder), "--persist-bytes", str(budget_bytes), "--kv-load-policy", "always",
+            "--cache-bytes", "64MiB",
+        ]  # fmt: skip
+        self._log = log
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ)
+        self.url = self._wait_until_ready()
+        self.client = httpx.Client(timeout=60, trust_env=False)
+
+    def _wait_until_ready(self) -> str:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            found = re.search(r"listening on (http://\S+)", self._log.read_text(errors="replace"))
+            if found is not None:
+                try:
+                    if httpx.get(f"{found[1]}/health", trust_env=False, timeout=5).status_code == 200:
+                        return found[1]
+                except httpx.TransportError:
+                    pass
+            assert self.process.poll() is None, self._log.read_text(errors="replace")
+            time.sleep(0.02)
+        raise AssertionError(f"not ready in time: {self._log.read_text(errors='replace')}")
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+
+    def end(self) -> None:
+        self.kill()
+        self.process.wait()
+        self.client.close()
+
+    def complete(self, prompt: list[int], max_tokens: int) -> tuple[list[int], int]:
+        """Answer ids and reused tokens.
+
+        Raises:
+            KilledServer: the connection broke.
+        """
+        body = {
+            "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True,
+        }  # fmt: skip
+        try:
+            answer = self.client.post(f"{self.url}/v1/completions", json=body)
+        except httpx.TransportError as error:
+            raise KilledServer from error
+        assert answer.status_code == 200, answer.text
+        content = answer.json()
+        cached = content["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return content["choices"][0]["token_ids"], cached
+
+
+def durable_positions(folder: Path) -> dict[bytes, int]:
+    """Chain key -> position of every segment that can be used from the folder alone."""
+    headers = {}
+    for file in folder.rglob("*"):
+        if len(file.name) == 64 and file.is_file() and len(file.parent.name) == 2:
+            data = file.read_bytes()
+            header = decode_head(data, object_bytes=len(data)).header
+            headers[header.key] = header
+    usable: dict[bytes, int] = {}
+    for header in sorted(headers.values(), key=lambda h: h.position):
+        if header.start == 0 or header.parent_key in usable:
+            usable[header.key] = header.position
+    return usable
+
+
+def deepest_hit(prompt: list[int], usable: dict[bytes, int]) -> int:
+    """Tokens of `prompt` that a lookup must find among the usable segments."""
+    limit = (len(prompt) - 1) // UNIT
+    keys = KeyChain(array("I", prompt), CacheDomain(), UNIT).extend(limit)
+    return max((usable[key] for key in keys[:limit] if key in usable), default=0)
+
+
+def folder_bytes(folder: Path) -> int:
+    return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
+
+
+@dataclass
+class Report:
+    """What a run of kills saw."""
+
+    num_kills: int = 0
+    num_turns: int = 0
+    num_resumed: int = 0
+    num_resumed_tokens: int = 0
+    most_bytes: int = 0
+    lengths: list[int] = field(default_factory=list)
+
+
+def run_kills(
+    folder: Path, log: Path, generate: Generate, *, num_kills: int, budget_bytes: int, seed: int
+) -> Report:
+    """Serve conversations, kill at random moments, restart, go on. Everything is asserted on the way."""
+    rng, report = Random(seed), Report()
+    conversations: list[list[int]] = [[] for _ in range(3)]
+    systems = [[rng.randrange(300, 2000) for _ in range(100)] for _ in range(2)]
+    server = Served(folder, budget_bytes, log)
+    timer = kill_later(server, rng)
+    usable: dict[bytes, int] = {}
+    fresh = set(range(3))
+    prompts: list[list[int] | None] = [None] * 3
+    try:
+        while report.num_kills < num_kills:
+            which = rng.randrange(3)
+            if len(conversations[which]) > 1500 or not conversations[which]:
+                conversations[which] = list(rng.choice(systems))
+                prompts[which] = None
+            prompt = prompts[which]
+            if prompt is None:
+                extra = [rng.randrange(300, 2000) for _ in range(rng.randrange(10, 90))]
+                prompt = prompts[which] = conversations[which] + extra
+            length = rng.randrange(1, 40)
+            try:
+                answer, cached = server.complete(prompt, length)
+            except KilledServer:
+                timer.join()
+                server.end()
+                report.num_kills += 1
+                usable = durable_positions(folder)
+                report.most_bytes = max(report.most_bytes, folder_bytes(folder))
+                assert folder_bytes(folder) <= budget_bytes
+                server = Served(folder, budget_bytes, log)
+                fresh = set(range(3))
+                timer = kill_later(server, rng)
+                continue
+            assert answer == generate(prompt, length), (report, which, len(prompt))
+            if which in fresh:
+                wanted = deepest_hit(prompt, usable)
+                # In a full folder others may have taken its place since.
+                is_roomy = report.most_bytes < budget_bytes // 2
+                assert cached >= wanted or not is_roomy, (report, cached, wanted)
+                report.num_resumed += wanted > 0
+                report.num_resumed_tokens += cached
+                fresh.discard(which)
+            report.num_turns += 1
+            report.lengths.append(len(prompt))
+            conversations[which] = prompt + answer
+            prompts[which] = None
+    finally:
+        timer.cancel()
+        server.end()
+    return report
+
+
+def kill_later(server: Served, rng: Random) -> threading.Timer:
+    """Send SIGKILL after a random time, from a moment to a few turns."""
+    timer = threading.Timer(10 ** rng.uniform(-2.5, 0.2), server.kill)
+    timer.daemon = True
+    timer.start()
+    return timer
