@@ -18,7 +18,7 @@ from milepost.engine.parts import CallBegun, Content, ParsedAnswer, Part, Reason
 from milepost.engine.serving import ServingModel
 from milepost.engine.tokenizer import Tokenizer
 from milepost.errors import RequestError
-from milepost.server.chat_run import ChatRun, ask
+from milepost.server.chat_run import ChatRun, ask, conversation
 from milepost.server.docs import json_body
 from milepost.server.generation import Choice, Service, check_model
 from milepost.server.middleware import request_id
@@ -41,7 +41,15 @@ async def chat_completions(request: Request) -> Response:
         limit = OutputLimit(body.max_completion_tokens, "max_completion_tokens", "messages")
     else:
         limit = OutputLimit(body.max_tokens, "max_tokens", "messages")
-    run = await ask(service, request, body, limit=limit, label=completion_id, num_logprobs=num_logprobs)
+    run = await ask(
+        service,
+        request,
+        body,
+        conversation(body),
+        limit=limit,
+        label=completion_id,
+        num_logprobs=num_logprobs,
+    )
     answer = _ChatCompletion(service.model, body, run, completion_id)
     return await respond(request, run.generation.streams, answer, is_stream=bool(body.stream))
 

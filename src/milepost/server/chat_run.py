@@ -25,6 +25,19 @@ from milepost.server.streams import merged
 
 
 @dataclass(slots=True)
+class Conversation:
+    """Messages and tools in the chat API's form, checked, and where the caller wants checkpoints.
+
+    Attributes:
+        tools: None = none, or none that the model is to see.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    found: MarkerList
+
+
+@dataclass(slots=True)
 class Question:
     """A rendered conversation.
 
@@ -36,22 +49,33 @@ class Question:
     tools: list[dict[str, Any]] | None
 
 
-def render(model: ServingModel, body: ChatBody) -> Question:
-    """Messages to token ids and the positions that later turns will share. Takes a while: not for the
-    event loop.
+def conversation(body: ChatBody) -> Conversation:
+    """What the chat API's fields hold.
 
     Raises:
         RequestError: names the field.
     """
     found = MarkerList()
     tools = checked_tools(body.tools, found) if body.tool_choice != "none" else None
+    return Conversation(checked_messages(body.messages, found), tools, found)
+
+
+def render(model: ServingModel, body: ChatBody, given: Conversation) -> Question:
+    """Messages to token ids and the positions that later turns will share. Takes a while: not for the
+    event loop.
+
+    Raises:
+        RequestError: names the field.
+    """
+    tools, found = given.tools, given.found
     rendered = model.chat.render(
-        checked_messages(body.messages, found),
+        given.messages,
         tools,
         add_generation_prompt=body.add_generation_prompt is not False,
         variables=body.chat_template_kwargs,
         find_boundaries=model.cache.enable_prefix_caching and body.cache_prompt is not False,
         markers=found.markers,
+        max_model_len=model.max_model_len,
     )
     if not rendered.token_ids:
         raise RequestError("messages", "the chat template renders this conversation to nothing")
@@ -106,6 +130,7 @@ async def ask(
     service: Service,
     request: Request,
     body: ChatBody,
+    given: Conversation,
     *,
     limit: OutputLimit,
     label: str,
@@ -113,10 +138,13 @@ async def ask(
 ) -> ChatRun:
     """Render a conversation and hand it to the engine.
 
+    Args:
+        body: everything but the conversation.
+
     Raises:
         RequestError: names the field.
     """
-    question = await asyncio.to_thread(render, service.model, body)
+    question = await asyncio.to_thread(render, service.model, body, given)
     generation = begin(
         service, request, body, [question.prompt], num_logprobs=num_logprobs, limit=limit, label=label
     )

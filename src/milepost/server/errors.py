@@ -1,4 +1,5 @@
-"""Every error leaves the server as `{"error": {message, type, param, code}}`."""
+"""Every error leaves the server as `{"error": {message, type, param, code}}`; below `/v1/messages` as
+`{"type": "error", "error": {...}}`."""
 
 from __future__ import annotations
 
@@ -52,13 +53,37 @@ def error_object(error: BaseException) -> tuple[int, dict[str, Any]]:
     )
 
 
-def error_response(error: BaseException) -> JSONResponse:
-    """The response to a request that failed before its first byte."""
+def error_response(error: BaseException, path: str = "") -> JSONResponse:
+    """The response to a request for `path` that failed before its first byte."""
     status, body = error_object(error)
+    body = shaped_for(path, status, body)
     headers = challenge(status)
     if isinstance(error, EngineOverloaded | Unavailable):
         headers["retry-after"] = str(error.retry_after_seconds)
     return JSONResponse(body, status, headers)
+
+
+ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_KINDS = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
+    413: "request_too_large", 429: "rate_limit_error", 500: "api_error", 503: "overloaded_error",
+    504: "timeout_error",
+}  # fmt: skip
+
+
+def shaped_for(path: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
+    """An error in the form of the API that `path` belongs to."""
+    if path != ANTHROPIC_PATH and not path.startswith(f"{ANTHROPIC_PATH}/"):
+        return body
+    error, field = body["error"], body["error"]["param"]
+    message = (
+        error["message"] if field is None or field in error["message"] else f"{field}: {error['message']}"
+    )
+    kind = ANTHROPIC_KINDS.get(status, "invalid_request_error")
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": message, "param": field, "code": error["code"]},
+    }
 
 
 def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
@@ -70,7 +95,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(MilepostError)
     async def on_milepost_error(request: Request, error: MilepostError) -> JSONResponse:
-        return error_response(error)
+        return error_response(error, request.url.path)
 
     @app.exception_handler(ClientDisconnect)
     async def on_disconnect(request: Request, error: ClientDisconnect) -> Response:
@@ -80,7 +105,8 @@ def install_error_handlers(app: FastAPI) -> None:
     async def on_http_exception(request: Request, error: HTTPException) -> JSONResponse:
         message = f"{request.method} {request.url.path}: {error.detail}"
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-        return JSONResponse(_body(message, kind, None, None), error.status_code, headers=error.headers)
+        body = shaped_for(request.url.path, error.status_code, _body(message, kind, None, None))
+        return JSONResponse(body, error.status_code, headers=error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def on_validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -91,4 +117,4 @@ def install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def on_other_error(request: Request, error: Exception) -> JSONResponse:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return error_response(error)
+        return error_response(error, request.url.path)

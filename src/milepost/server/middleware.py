@@ -60,7 +60,7 @@ class Gate:
                 self._state.check_admits()
             self._check_announced_size(headers)
         except MilepostError as error:
-            await error_response(error)(scope, receive, send_with_id)
+            await error_response(error, scope["path"])(scope, receive, send_with_id)
             return
         self._state.num_open += not is_probe
         try:

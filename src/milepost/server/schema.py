@@ -58,6 +58,13 @@ MAX_WARNED_FIELDS = 256
 _warned: set[str] = set()
 
 
+def warn_unknown(name: str) -> None:
+    """Log a field that is ignored, once."""
+    if len(_warned) < MAX_WARNED_FIELDS and name[:64] not in _warned:
+        _warned.add(name[:64])
+        log.warning("request field %r is unknown and ignored", name[:64])
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
     include_usage: bool = False
@@ -117,9 +124,8 @@ class Body(BaseModel):
                     raise RequestError(
                         name, f"`{name}` is not supported by this server", code="unsupported_field"
                     )
-            elif len(_warned) < MAX_WARNED_FIELDS and name[:64] not in _warned:
-                _warned.add(name[:64])
-                log.warning("request field %r is unknown and ignored", name[:64])
+            else:
+                warn_unknown(name)
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options", "is only allowed together with `stream: true`")
         if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= MAX_CACHE_SALT_CHARS:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -21,6 +22,22 @@ from milepost.server.options import HEARTBEAT_SECONDS
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class EventFormat:
+    """How the events of one API look on the wire.
+
+    Attributes:
+        encode: one event as bytes.
+        error: the event that says how a stream failed.
+        done: what ends every stream.
+    """
+
+    encode: Callable[[dict[str, Any]], bytes]
+    error: Callable[[BaseException], dict[str, Any]]
+    done: bytes
+
 
 DONE = b"data: [DONE]\n\n"
 HEARTBEAT = b": waiting\n\n"
@@ -60,7 +77,12 @@ class Reply(Protocol):
 
 
 async def respond(
-    request: Request, streams: Sequence[AnswerStream], reply: Reply, *, is_stream: bool
+    request: Request,
+    streams: Sequence[AnswerStream],
+    reply: Reply,
+    *,
+    is_stream: bool,
+    event_format: EventFormat | None = None,
 ) -> Response:
     """The HTTP response to a request that was handed to the engine, once it is accepted."""
     left = await while_connected(request, all_accepted(streams))
@@ -68,7 +90,13 @@ async def respond(
         return left
     if is_stream:
         heartbeat = request.app.state.service.options.heartbeat_seconds
-        return EventStream(reply.events(), lambda: cancel_all(streams), reply.last_event, heartbeat)
+        return EventStream(
+            reply.events(),
+            lambda: cancel_all(streams),
+            reply.last_event,
+            heartbeat,
+            event_format or OPENAI_EVENTS,
+        )
     result = await while_connected(request, reply.whole())
     return result if isinstance(result, Response) else JSONResponse(result)
 
@@ -131,7 +159,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events from an async iterator of JSON objects, ended by `[DONE]`.
+    """Server-sent events from an async iterator of JSON objects.
 
     While there is nothing to say (the request waits, or its prompt is read) a comment goes out every
     `heartbeat_seconds`, so that proxies keep the connection. A failure after the first byte is sent as an
@@ -147,6 +175,7 @@ class EventStream(Response):
         on_close: Callable[[], None],
         last_event: Callable[[], dict[str, Any] | None] = lambda: None,
         heartbeat_seconds: float = HEARTBEAT_SECONDS,
+        event_format: EventFormat | None = None,
     ) -> None:
         """
         Args:
@@ -159,6 +188,7 @@ class EventStream(Response):
         self._on_close = on_close
         self._last_event = last_event
         self._heartbeat_seconds = heartbeat_seconds
+        self._format = event_format or OPENAI_EVENTS
         self._sending = asyncio.Lock()
         self._last_sent = 0.0
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -193,17 +223,18 @@ class EventStream(Response):
 
         try:
             async for event in self._events:
-                await send_part(encode_event(event))
+                await send_part(self._format.encode(event))
         except Exception as error:
             if not isinstance(error, MilepostError):
                 log.exception("a stream failed")
-            await send_part(encode_event(error_object(error)[1]))
+            await send_part(self._format.encode(self._format.error(error)))
             last = self._last_event()
             if last is not None:
-                await send_part(encode_event(last))
+                await send_part(self._format.encode(last))
         finally:
             await self._events.aclose()
-        await send_part(DONE)
+        if self._format.done:
+            await send_part(self._format.done)
         async with self._sending:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -228,3 +259,12 @@ class EventStream(Response):
 def encode_event(event: dict[str, Any]) -> bytes:
     """One `data:` line."""
     return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def encode_named_event(event: dict[str, Any]) -> bytes:
+    """The same behind a line with the event's `type`."""
+    return f"event: {event['type']}\n".encode() + encode_event(event)
+
+
+OPENAI_EVENTS = EventFormat(encode_event, lambda error: error_object(error)[1], DONE)
+"""Of completions and chat."""
