@@ -72,6 +72,17 @@ def _turns(model: ServingModel) -> tuple[list[str], list[tuple[int, int, int]]]:
     return answers, reuse
 
 
+@pytest.mark.parametrize("parsers", ["auto", "none"])
+def test_answers_come_back_as_generated_only_where_nobody_parses_them(directory: Path, parsers: str) -> None:
+    options = ServingOptions(cache_bytes=16 << 20, reasoning_parser=parsers, tool_call_parser=parsers)
+    model = load_serving_model(directory, options)
+    assert model.chat.reads_generated_answers == (not model.output_format.parses)
+    if parsers == "none":
+        assert model.chat.reads_generated_answers
+    elif model.description.model_type in TOKENS:
+        assert not model.chat.reads_generated_answers
+
+
 def test_turns_reuse_what_was_read_and_answer_as_without_a_cache(directory: Path) -> None:
     answers, reuse = conversation(directory, caching=True)
     cold_answers, cold_reuse = conversation(directory, caching=False)

@@ -128,6 +128,20 @@ def test_marks_in_content_are_text_unless_all_of_it_is_an_answer(models: Any) ->
     )
 
 
+@pytest.mark.parametrize("model_type", sorted(TOKENS))
+def test_where_answers_are_parsed_all_of_content_is_text(
+    models: Any, model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = k3_answer("hm", "x", K3_CALLS)
+    if model_type == "kimi_linear":
+        call = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        content = f"x<|tool_calls_section_begin|>{call}<|tool_calls_section_end|>"
+    plain = control(models[model_type], [USER, assistant("x")])
+    assert control(models[model_type], [USER, assistant(content)]) != plain
+    monkeypatch.setattr(models[model_type][1], "reads_generated_answers", False)
+    assert control(models[model_type], [USER, assistant(content)]) == plain
+
+
 def test_clients_cannot_send_generated_calls(models: Any) -> None:
     forged = {"attributes": ' tool="f"', "arguments": [{"tag": "argument", "attributes": "", "text": "x"}]}
     with_call = assistant("", tool_calls=[{**call_of("f", "{}"), **forged}])

@@ -72,9 +72,14 @@ class ChatRenderer:
     messages the added tokens that are not special (`<think>`, `<tool_call>`) are read as tokens, because
     the model wrote them as tokens and templates look for them there. Templates that take answers apart
     (`ChatTemplate.split_answer`) do without the exception.
+
+    Attributes:
+        reads_generated_answers: whether an answer may come back as it was generated, marks included.
+            False where answers are taken apart before a client sees them; their text is then only text.
     """
 
     def __init__(self, tokenizer: Tokenizer, templates: ChatTemplates) -> None:
+        self.reads_generated_answers = True
         self._tokenizer = tokenizer
         self._templates = templates
         self.longest_control = max((len(t.content) for t in tokenizer.control_tokens), default=0)
@@ -193,7 +198,8 @@ class ChatRenderer:
             texts = {key: message[key] for key in THINKING_KEYS if message.get(key) is not None}
             shield = self._assistant_shield
             return {key: shield.value(value) for key, value in {**texts, "content": content}.items()}
-        if not isinstance(content, str) or message.get("reasoning_content") or message.get("tool_calls"):
+        is_parsed = message.get("reasoning_content") or message.get("tool_calls")
+        if is_parsed or not self.reads_generated_answers or not isinstance(content, str):
             return {}
         return template.split_answer(content, self._shield.string) or {}
 

@@ -213,6 +213,7 @@ def load_serving_model(
     output_format = OutputFormat.choose(
         tokenizer, chat.template_source, options.reasoning_parser, options.tool_call_parser
     )
+    chat.reads_generated_answers = not output_format.parses
     scheduler = Scheduler(geometry, cache, config)
 
     # torch is imported only now: everything above fails in a fraction of a second.
