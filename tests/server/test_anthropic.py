@@ -197,8 +197,6 @@ def test_cache_control_places_a_checkpoint_and_usage_tells(server: Running, clie
     assert 0 < first.input_tokens < 50
     assert second.cache_read_input_tokens >= first.cache_creation_input_tokens
     assert second.cache_creation_input_tokens == 0
-    stats = server.model.engine.fresh_stats().result(10)
-    assert stats.counters.checkpoints_by_reason.get("marker", 0) >= 1
 
 
 @pytest.mark.parametrize("where", ["tool", "message", "result", "call", "all"])
