@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tests.stores.segments import IDENTITY
 
@@ -12,6 +13,9 @@ from milepost.stores.guard import GuardedStore
 from milepost.stores.memory import MemoryStore
 from milepost.stores.objects import ObjectStore
 from milepost.stores.segment_format import Identity
+
+if TYPE_CHECKING:
+    from milepost.stores.mooncake_client import MooncakeConnection
 
 Change = Callable[[bytes], bytes]
 
@@ -112,3 +116,28 @@ class RedisHarness(Harness):
     def close(self) -> None:
         super().close()
         self.client.close()
+
+
+class MooncakeHarness(Harness):
+    """Stores over connections that the session made; each test has keys of its own."""
+
+    def __init__(self, connections: list[MooncakeConnection]) -> None:
+        super().__init__()
+        self._connections = connections
+
+    def _open(self, identity: Identity, budget_bytes: int) -> ObjectStore:
+        from milepost.stores.mooncake import MooncakeStore
+
+        connection = self._connections[len(self._opened) % len(self._connections)]
+        return MooncakeStore(connection, identity)
+
+    def close(self) -> None:
+        """Connecting and leaving take seconds: the connections stay, the objects go."""
+        self._connections[0].client.remove_all(True)
+
+    def damage(self, store: ObjectStore | GuardedStore, key: bytes, change: Change) -> None:
+        client, name = self._connections[0].client, inside(store).key_of(key)
+        data = client.get(name)
+        client.remove(name, True)
+        # An object without bytes is refused.
+        assert client.put(name, change(data) or b"\0") == 0

@@ -63,3 +63,25 @@ def start_redis(folder: Path, *options: str) -> Server:
         return [program, *fixed, *options]
 
     return Server(command, folder)
+
+
+def start_mooncake(folder: Path, *options: str) -> Server:
+    """A master; skips if Mooncake is not installed, as above."""
+    mooncake = pytest.importorskip("mooncake", reason="the mooncake extra is not installed")
+    program = Path(mooncake.__file__).parent / "mooncake_master"
+
+    def command(port: int) -> list[str]:
+        return [
+            str(program),
+            "--rpc_address=127.0.0.1",
+            f"--rpc_port={port}",
+            "--metrics_host=127.0.0.1",
+            f"--metrics_port={free_port()}",
+            "--enable_http_metadata_server=false",
+            "--default_kv_lease_ttl=1000",
+            "--rpc_thread_num=2",
+            "--logtostderr=1",
+            *options,
+        ]
+
+    return Server(command, folder)

@@ -13,6 +13,7 @@ from milepost.stores.port import Buffer, SegmentHeader, StoredSegment
 from milepost.stores.segment_format import (
     CorruptSegmentError,
     ForeignSegmentError,
+    Head,
     Identity,
     SegmentError,
     check_expected,
@@ -71,15 +72,21 @@ class ObjectStore(ABC):
         self, operation: str, key: bytes, data: Buffer | None, object_bytes: int | None
     ) -> SegmentHeader | None:
         """The header in `data`, the beginning of the object of `key`; None and counted if it is not that."""
+        head = self._read_head(operation, key, data, object_bytes)
+        return None if head is None else head.header
+
+    def _read_head(
+        self, operation: str, key: bytes, data: Buffer | None, object_bytes: int | None
+    ) -> Head | None:
         if data is None:
             return None
         try:
-            header = decode_head(data, object_bytes=object_bytes).header
-            check_expected(header, key, self.identity)
+            head = decode_head(data, object_bytes=object_bytes)
+            check_expected(head.header, key, self.identity)
         except SegmentError as error:
             self._refuse(operation, key, error)
             return None
-        return header
+        return head
 
     def _read_segment(self, key: bytes, data: Buffer | None) -> StoredSegment | None:
         """The segment in `data`, the whole object of `key`; None and counted if it is not that."""
