@@ -191,3 +191,16 @@ def test_bound_of_a_median(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checkpoints.upper_bound([3.0, 1.0, 2.0, 5.0, 4.0]) == 5.0
     with pytest.raises(ValueError, match="cannot bound"):
         checkpoints.upper_bound([1.0, 2.0, 3.0])
+
+
+@pytest.mark.slow
+def test_tiers_give_the_same_answers_from_everywhere(tmp_path: Path) -> None:
+    document, done = run_script(
+        "tiers.py",
+        tmp_path / "result.json",
+        *("5m", "--lengths", "300", "--repetitions", "2", "--step-tokens", "40"),
+    )
+    rows = document["results"]["first_token"]
+    assert [row["tier"] for row in rows] == ["memory", "file"]
+    assert all(row["loaded_tokens"] >= 256 or row["outcomes"] != "loaded" for row in rows)
+    assert "time between tokens" in done.stdout
