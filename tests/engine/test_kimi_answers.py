@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from tests.engine.kimi_tokenizers import TOKENS, write_directory
 
 from milepost.engine.chat import ChatRenderer
+from milepost.engine.kimi_answers import split_k3_answer, split_linear_answer
 from milepost.engine.tokenizer import Tokenizer
 from milepost.errors import RequestError
 
@@ -242,6 +244,30 @@ def test_a_generated_kimi_linear_answer_is_extended_exactly(models: Any) -> None
     inside = f"a<|tool_calls_section_begin|>{calls}<|tool_calls_section_end|> and more"
     plain = control(models["kimi_linear"], [USER, assistant("a")])
     assert control(models["kimi_linear"], [USER, assistant(inside)]) == plain
+
+
+def test_hostile_repetitions_take_no_longer_than_others(models: Any) -> None:
+    """Every mark that could begin or end something, a hundred thousand times, and never what would match."""
+    many = 100_000
+    for begin, repeated in (
+        ("<|open|>argument ", "<|sep|>"),
+        ("<|open|>argument k<|sep|>", "<|close|>argument"),
+        ("", "<|open|>call"),
+        ("", '<|open|>call tool="'),
+    ):
+        content = f"a{RESPONSE_END}<|open|>tools<|sep|><|open|>call<|sep|>{begin}{repeated * many}"
+        content += f"<|close|>tools<|sep|>{MESSAGE_END}"
+        began = time.perf_counter()
+        assert split_k3_answer(content, str) is None
+        assert split_k3_answer(THINK_END * many, str) is not None
+        assert time.perf_counter() - began < 5.0
+    for repeated in ("<|tool_call_argument_begin|>", "<|tool_call_begin|>"):
+        content = (
+            f"<|tool_calls_section_begin|><|tool_call_begin|>{repeated * many}<|tool_calls_section_end|>"
+        )
+        began = time.perf_counter()
+        assert split_linear_answer(content, str) is None
+        assert time.perf_counter() - began < 5.0
 
 
 # ---------------------------------------------------------------- missing content, white space

@@ -20,13 +20,16 @@ _RESPONSE_END = "<|close|>response<|sep|>"
 _TOOLS_BEGIN, _TOOLS_END = "<|open|>tools<|sep|>", "<|close|>tools<|sep|>"
 _CALL_END = "<|close|>call<|sep|>"
 _MESSAGE_END = "<|close|>message<|sep|>"
+# Atomic groups: what a client repeats a million times is looked at once.
 _CALL = re.compile(r"<\|open\|>call((?: .*?)?)<\|sep\|>", re.DOTALL)
-_ARGUMENT = re.compile(r"<\|open\|>(argument|json)((?: .*?)?)<\|sep\|>(.*?)<\|close\|>\1<\|sep\|>", re.DOTALL)
+_ARGUMENT = re.compile(
+    r"<\|open\|>(argument|json)(?>((?: .*?)?)<\|sep\|>)(.*?)<\|close\|>\1<\|sep\|>", re.DOTALL
+)
 _TOOL_NAME = re.compile(r' tool="(.*?)"', re.DOTALL)
 
 _SECTION_BEGIN, _SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _LINEAR_CALL = re.compile(
-    r"<\|tool_call_begin\|>(.+?)<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>", re.DOTALL
+    r"<\|tool_call_begin\|>(?>(.+?)<\|tool_call_argument_begin\|>)(.*?)<\|tool_call_end\|>", re.DOTALL
 )
 
 
