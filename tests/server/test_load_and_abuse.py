@@ -39,6 +39,7 @@ def server(small: Running) -> Iterator[Running]:
     yield small
     small.worker.gate.set()
     small.wait_idle()
+    wait_for(lambda: small.num_open() == 0, "a request is still being answered to nobody")
 
 
 def address(server: Running) -> tuple[str, int]:
@@ -319,3 +320,38 @@ def test_hundreds_that_leave_at_any_moment(server: Running) -> None:
         found = [text for text in pool.map(visit, range(60)) if text is not None]
     assert found == ["stays until the end"] * 15
     server.wait_idle()
+
+
+# ---------------------------------------------------------------- prompts that cannot fit
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions"])
+def test_two_million_characters_are_refused_before_they_are_tokenized(tmp_path, monkeypatch, path) -> None:
+    with running_server(tmp_path) as server:
+        tokenizer = server.model.tokenizer
+        seen: list[int] = []
+        encode = tokenizer.encode_array
+        monkeypatch.setattr(tokenizer, "encode_array", lambda text: seen.append(len(text)) or encode(text))
+        text = "word " * 400_000
+        chat = {"messages": [{"role": "user", "content": text}]}
+        answer = server.post(path, chat if "chat" in path else {"prompt": text})
+        param = "messages" if "chat" in path else "prompt"
+        error = assert_error(answer, 400, param, "characters, at least")
+        assert error["code"] == "context_length_exceeded"
+        assert max(seen, default=0) < 1000, "it was tokenized"
+        ids = server.post(COMPLETIONS, {"prompt": [5] * 1_000_000})
+        assert_error(ids, 400, "prompt", "has 1000000 tokens")
+
+
+def test_counts_of_a_request_are_bounded(tmp_path) -> None:
+    with running_server(tmp_path) as server:
+        hello = {"role": "user", "content": "x"}
+        tool = {"type": "function", "function": {"name": "f"}}
+        chat = "/v1/chat/completions"
+        assert_error(server.post(chat, {"messages": [hello] * 4097}), 400, "messages", "at most 4096")
+        body = {"messages": [hello], "tools": [tool] * 513}
+        assert_error(server.post(chat, body), 400, "tools", "at most 512")
+        body = {"prompt": "a", "stop": ["x" * 3000, "y" * 3000]}
+        assert_error(server.post(COMPLETIONS, body), 400, "stop", "4096")
+        body = {"prompt": "a", "stop": ["x" * 2000, "y" * 2000], "max_tokens": 1}
+        assert server.post(COMPLETIONS, body).status_code == 200

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from milepost.engine.built_in_templates import built_in_templates
 from milepost.engine.markers import Marker
+from milepost.engine.params import check_text_length
 from milepost.engine.shield import Shield, new_mark
 from milepost.engine.template import ChatTemplate, ChatTemplates
 from milepost.engine.tokenizer import Tokenizer
@@ -119,14 +120,16 @@ class ChatRenderer:
         variables: Mapping[str, Any] | None = None,
         find_boundaries: bool = True,
         markers: Sequence[Marker] = (),
+        max_model_len: int | None = None,
     ) -> RenderedPrompt:
         """Token ids of a conversation and the positions to keep.
 
         Args:
             markers: where the caller wants a checkpoint; looked up together with the other boundaries.
+            max_model_len: what cannot have fewer tokens is refused before it is tokenized.
 
         Raises:
-            RequestError: no template, or the template refuses the conversation.
+            RequestError: no template, or the template refuses the conversation, or it is too long.
         """
         if not messages:
             raise RequestError("messages", "must hold at least one message")
@@ -139,9 +142,19 @@ class ChatRenderer:
             self._shield.value(dict(variables or {})),
             self,
         )
-        prompt = conversation.prompt(add_generation_prompt)
+        prompt = conversation.prompt(add_generation_prompt, max_model_len)
         wanted = conversation.boundaries(prompt, markers) if find_boundaries else []
         return RenderedPrompt(prompt.token_ids, wanted)
+
+    def check_length(self, rendered: str, max_model_len: int) -> None:
+        """Raises: RequestError: the text between the control tokens has too many tokens, however cut."""
+        bytes_per_token = self._tokenizer.bytes_per_token
+        if len(rendered) <= max_model_len * bytes_per_token:
+            return
+        num_control = sum(end - start for start, end, _ in self._tokenizer.find_control(rendered))
+        num_marks = rendered.count(self._mark) * len(self._mark)
+        num_chars = len(rendered) - num_control - num_marks
+        check_text_length("messages", num_chars, bytes_per_token, max_model_len)
 
     def encode(self, rendered: str) -> EncodedText:
         """Ids of rendered text: control tokens where the template put them, marks taken out."""
@@ -234,8 +247,11 @@ class _Conversation:
     variables: dict[str, Any]
     renderer: ChatRenderer
 
-    def prompt(self, add_generation_prompt: bool) -> EncodedText:
-        return self.renderer.encode(self._render(self.messages, self.tools, add_generation_prompt))
+    def prompt(self, add_generation_prompt: bool, max_model_len: int | None = None) -> EncodedText:
+        rendered = self._render(self.messages, self.tools, add_generation_prompt)
+        if max_model_len is not None:
+            self.renderer.check_length(rendered, max_model_len)
+        return self.renderer.encode(rendered)
 
     def _render(self, messages: list[Message], tools: list[Any] | None, add_generation_prompt: bool) -> str:
         return self.template.render(

@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from milepost.core.plan import SamplingParams
+from milepost.engine.length_bound import fewest_tokens
 from milepost.errors import RequestError
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_ANSWERS = 1024
 MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 4096
+"""Every token's text is compared with all of them, in the engine thread."""
 GREEDY_BELOW_TEMPERATURE = 1e-5
 SEED_LIMIT = 1 << 63
 
@@ -115,6 +118,11 @@ def checked_stop(stop: Any) -> tuple[str, ...]:
         raise RequestError("stop", "must not hold an empty string")
     if len(strings) > MAX_STOP_STRINGS:
         raise RequestError("stop", f"holds {len(strings)} strings; at most {MAX_STOP_STRINGS} are allowed")
+    num_chars = sum(map(len, strings))
+    if num_chars > MAX_STOP_CHARS:
+        raise RequestError(
+            "stop", f"holds {num_chars} characters; at most {MAX_STOP_CHARS} are allowed over all strings"
+        )
     return tuple(strings)
 
 
@@ -144,12 +152,7 @@ def checked_max_tokens(
     """
     room = max_model_len - num_prompt_tokens
     if room < 1:
-        raise RequestError(
-            limit.prompt_param,
-            f"the prompt has {num_prompt_tokens} tokens; with at least one generated token it must fit the "
-            f"maximum context length of {max_model_len} tokens",
-            code="context_length_exceeded",
-        )
+        raise prompt_too_long(limit.prompt_param, f"{num_prompt_tokens}", max_model_len)
     max_tokens = limit.max_tokens
     if max_tokens is None:
         max_tokens = room if limit.default is None else min(room, max(limit.default, min_tokens))
@@ -165,6 +168,30 @@ def checked_max_tokens(
     if min_tokens > max_tokens:
         raise RequestError("min_tokens", f"{min_tokens} is more than the {max_tokens} tokens allowed at most")
     return max_tokens
+
+
+def prompt_too_long(param: str, num_tokens: str, max_model_len: int) -> RequestError:
+    """The error of a prompt that leaves no room for an answer."""
+    return RequestError(
+        param,
+        f"the prompt has {num_tokens} tokens; with at least one generated token it must fit the "
+        f"maximum context length of {max_model_len} tokens",
+        code="context_length_exceeded",
+    )
+
+
+def check_text_length(param: str, num_chars: int, bytes_per_token: int, max_model_len: int) -> None:
+    """Before a text is tokenized, which takes time and memory: whether it can fit at all.
+
+    Args:
+        bytes_per_token: see `Tokenizer.bytes_per_token`.
+
+    Raises:
+        RequestError: it has too many tokens, however it is cut.
+    """
+    fewest = fewest_tokens(num_chars, bytes_per_token)
+    if fewest >= max_model_len:
+        raise prompt_too_long(param, f"{num_chars} characters, at least {fewest}", max_model_len)
 
 
 def checked_choices(n: int | None, num_prompts: int = 1) -> int:

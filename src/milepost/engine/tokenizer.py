@@ -20,6 +20,7 @@ from typing import Any
 import tokenizers
 
 from milepost.engine import tiktoken_file
+from milepost.engine.length_bound import longest_bytes_per_token
 from milepost.errors import CheckpointFileError, RequestError
 
 ENCODE_CACHE_CHARS = 16_000_000
@@ -50,6 +51,9 @@ def byte_alphabet() -> dict[str, int]:
 
 class Tokenizer:
     """A byte-level BPE tokenizer read from tokenizer.json.
+
+    Attributes:
+        bytes_per_token: bytes of text one token can stand for at most; 0 = unknown.
 
     Args:
         spec: the parsed tokenizer.json.
@@ -94,6 +98,9 @@ class Tokenizer:
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, array[int]] = OrderedDict()
         self._cache_chars = 0
+        self.bytes_per_token = longest_bytes_per_token(
+            spec, self._text.get_vocab(with_added_tokens=False), self._alphabet
+        )
         vocab = self._full.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
         self.named_tokens = _named_tokens(self.settings)

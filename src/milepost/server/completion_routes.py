@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from milepost.engine.markers import DEFAULT_TTL, SECONDS_BY_TTL, checked_breakpoints
 from milepost.engine.messages import OutputDelta
-from milepost.engine.params import OutputLimit, checked_token_ids
+from milepost.engine.params import OutputLimit, check_text_length, checked_token_ids, prompt_too_long
 from milepost.engine.serving import ServingModel
 from milepost.engine.tokenizer import Tokenizer
 from milepost.errors import RequestError
@@ -84,11 +84,15 @@ def prompt_token_ids(model: ServingModel, body: CompletionBody) -> list[array[in
     result = []
     for item in prompts:
         if isinstance(item, str):
+            if not body.parse_special:
+                check_text_length("prompt", len(item), model.tokenizer.bytes_per_token, model.max_model_len)
             item = model.tokenizer.encode_prompt(
                 item,
                 add_special_tokens=body.add_special_tokens is not False,
                 parse_special=bool(body.parse_special),
             )
+        if len(item) >= model.max_model_len:
+            raise prompt_too_long("prompt", str(len(item)), model.max_model_len)
         result.append(array("I", checked_token_ids("prompt", item, model.vocab_size)))
     return result
 

@@ -7,6 +7,8 @@ from typing import Any
 from milepost.engine.markers import Marker, MarkerList
 from milepost.errors import RequestError
 
+MAX_MESSAGES = 4096
+MAX_TOOLS = 512
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -21,6 +23,8 @@ def checked_messages(messages: list[Any] | None, found: MarkerList) -> list[dict
     """
     if not messages:
         raise RequestError("messages", "must hold at least one message")
+    if len(messages) > MAX_MESSAGES:
+        raise RequestError("messages", f"holds {len(messages)} messages; at most {MAX_MESSAGES} are allowed")
     return [_checked_message(index, message, found) for index, message in enumerate(messages)]
 
 
@@ -97,6 +101,8 @@ def checked_tools(tools: list[dict[str, Any]] | None, found: MarkerList) -> list
         RequestError: not a function with a name.
     """
     checked = []
+    if len(tools or ()) > MAX_TOOLS:
+        raise RequestError("tools", f"holds {len(tools or ())} tools; at most {MAX_TOOLS} are allowed")
     for index, tool in enumerate(tools or ()):
         function = tool.get("function")
         if tool.get("type") != "function":
