@@ -22,7 +22,13 @@ from milepost import __version__
 from milepost.engine.aio import AsyncEngine
 from milepost.engine.serving import ServingModel, warm_up
 from milepost.errors import ConfigError, MilepostError
-from milepost.server import anthropic_routes, chat_routes, completion_routes, utility_routes
+from milepost.server import (
+    anthropic_routes,
+    chat_routes,
+    completion_routes,
+    responses_routes,
+    utility_routes,
+)
 from milepost.server.access import Access
 from milepost.server.errors import install_error_handlers
 from milepost.server.generation import Service
@@ -128,6 +134,7 @@ def build_app(load: Load, options: ServerOptions | None = None, state: ServerSta
     app.include_router(completion_routes.router)
     app.include_router(chat_routes.router)
     app.include_router(anthropic_routes.router)
+    app.include_router(responses_routes.router)
     app.add_middleware(Gate, state=state, access=Access(options), options=options)
     return app
 

@@ -101,6 +101,7 @@ class ChatRun:
     def __init__(self, model: ServingModel, question: Question, generation: Generation) -> None:
         self.generation = generation
         self.answers = [ParsedAnswer() for _ in generation.choices]
+        self._num_silent_tokens = [0] * len(generation.choices)
         output_format = model.output_format
         self._parsers: list[OutputParser | None] = [
             output_format.parser(question.prompt.token_ids, question.tools) if output_format.parses else None
@@ -114,10 +115,21 @@ class ChatRun:
                 choice = self.generation.choices[index]
                 choice.add(delta)
                 parts = self._parts(index, delta)
-                self.answers[index].add(parts)
-                if choice.finish_reason == "stop" and self.answers[index].calls:
+                answer = self.answers[index]
+                answer.add(parts)
+                if not (answer.content or answer.calls):
+                    self._num_silent_tokens[index] += len(delta.tokens)
+                if choice.finish_reason == "stop" and answer.calls:
                     choice.finish_reason = "tool_calls"
                 yield choice, delta, parts
+
+    @property
+    def num_reasoning_tokens(self) -> list[int]:
+        """Of every choice: tokens before its content or first call, if it thinks."""
+        return [
+            number if answer.reasoning else 0
+            for number, answer in zip(self._num_silent_tokens, self.answers, strict=True)
+        ]
 
     def _parts(self, index: int, delta: OutputDelta) -> list[Part]:
         parser = self._parsers[index]
