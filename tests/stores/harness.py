@@ -133,11 +133,13 @@ class MooncakeHarness(Harness):
 
     def close(self) -> None:
         """Connecting and leaving take seconds: the connections stay, the objects go."""
-        self._connections[0].client.remove_all(True)
+        with self._connections[0].use() as client:
+            client.remove_all(True)
 
     def damage(self, store: ObjectStore | GuardedStore, key: bytes, change: Change) -> None:
-        client, name = self._connections[0].client, inside(store).key_of(key)
-        data = client.get(name)
-        client.remove(name, True)
-        # An object without bytes is refused.
-        assert client.put(name, change(data) or b"\0") == 0
+        name = inside(store).key_of(key)
+        with self._connections[0].use() as client:
+            data = client.get(name)
+            client.remove(name, True)
+            # An object without bytes is refused.
+            assert client.put(name, change(data) or b"\0") == 0

@@ -66,54 +66,58 @@ class MooncakeStore(ObjectStore):
     # ------------------------------------------------------------ the port
 
     def lookup(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[SegmentHeader | None]:
-        heads = self._heads(oc.LOOKUP, keys, Deadline(deadline_seconds, self._clock))
+        with self._connection.use() as client:
+            heads = self._heads(client, oc.LOOKUP, keys, Deadline(deadline_seconds, self._clock))
         return [None if head is None else head.header for head in heads]
 
     def load(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[StoredSegment | None]:
         deadline = Deadline(deadline_seconds, self._clock)
-        heads = self._heads(oc.LOAD, keys, deadline)
         loaded: list[StoredSegment | None] = [None] * len(keys)
-        sizes = {index: head.object_bytes for index, head in enumerate(heads) if head is not None}
-        fitting = self._fitting(oc.LOAD, sizes, self._connection.options.largest_object_bytes)
-        for group in _groups(fitting, sizes, self._connection.options.largest_object_bytes):
-            if deadline.passed:
-                self.outcomes.add(oc.LOAD, oc.TIMEOUT, len(group))
-                continue
-            segments = self._load_group([keys[index] for index in group], [sizes[i] for i in group], deadline)
-            for index, segment in zip(group, segments, strict=True):
-                loaded[index] = segment
-        self._renew([key for key, segment in zip(keys, loaded, strict=True) if segment is not None])
+        with self._connection.use() as client:
+            heads = self._heads(client, oc.LOAD, keys, deadline)
+            sizes = {index: head.object_bytes for index, head in enumerate(heads) if head is not None}
+            for group in self._groups(oc.LOAD, sizes):
+                if deadline.passed:
+                    self.outcomes.add(oc.LOAD, oc.TIMEOUT, len(group))
+                    continue
+                wanted = [(keys[index], sizes[index]) for index in group]
+                for index, segment in zip(group, self._load_group(client, wanted, deadline), strict=True):
+                    loaded[index] = segment
+            self._renew(client, [key for key, each in zip(keys, loaded, strict=True) if each is not None])
         return loaded
 
     def save(self, segments: Sequence[StoredSegment], *, deadline_seconds: float) -> list[bool]:
         deadline = Deadline(deadline_seconds, self._clock)
-        existing = self._heads(oc.SAVE, [segment.header.key for segment in segments], deadline)
         saved = [False] * len(segments)
-        if deadline.passed:
-            return saved
-        new: dict[int, bytes] = {}
-        for index, (segment, head) in enumerate(zip(segments, existing, strict=True)):
-            if head is not None and keeps_existing(head.header, segment.header, self._has):
-                saved[index] = True
-                continue
-            if head is not None:
-                self._discard(segment.header.key)
-            new[index] = encode_head(segment)
-        sizes = {index: len(head) + segments[index].header.payload_bytes for index, head in new.items()}
-        fitting = self._fitting(oc.SAVE, sizes, self._connection.options.largest_object_bytes)
-        for group in _groups(fitting, sizes, self._connection.options.largest_object_bytes):
+        with self._connection.use() as client:
+            existing = self._heads(client, oc.SAVE, [each.header.key for each in segments], deadline)
             if deadline.passed:
-                self.outcomes.add(oc.SAVE, oc.TIMEOUT, len(group))
-                continue
-            done = self._save_group([(new[index], segments[index]) for index in group], deadline)
-            for index, is_saved in zip(group, done, strict=True):
-                saved[index] = is_saved
-        self._learn(segment.header for segment in segments)
-        self._renew([each.header.parent_key for each, done in zip(segments, saved, strict=True) if done])
+                return saved
+            new: dict[int, bytes] = {}
+            for index, (segment, head) in enumerate(zip(segments, existing, strict=True)):
+                if head is not None and keeps_existing(head.header, segment.header, self._has):
+                    saved[index] = True
+                    continue
+                if head is not None:
+                    self._discard(segment.header.key)
+                new[index] = encode_head(segment)
+            sizes = {index: len(head) + segments[index].header.payload_bytes for index, head in new.items()}
+            for group in self._groups(oc.SAVE, sizes):
+                if deadline.passed:
+                    self.outcomes.add(oc.SAVE, oc.TIMEOUT, len(group))
+                    continue
+                objects = [(new[index], segments[index]) for index in group]
+                for index, done in zip(group, self._save_group(client, objects, deadline), strict=True):
+                    saved[index] = done
+            self._learn(segment.header for segment in segments)
+            self._renew(
+                client, [each.header.parent_key for each, done in zip(segments, saved, strict=True) if done]
+            )
         return saved
 
     def remove(self, keys: Sequence[bytes], *, deadline_seconds: float) -> int:
-        codes = self._connection.client.batch_remove([self.key_of(key) for key in keys], True)
+        with self._connection.use() as client:
+            codes = client.batch_remove([self.key_of(key) for key in keys], True)
         _raise_if_unreachable(codes)
         return sum(code == 0 for code in codes)
 
@@ -122,35 +126,63 @@ class MooncakeStore(ObjectStore):
 
     # ------------------------------------------------------------ parts
 
-    def _heads(self, operation: str, keys: Sequence[bytes], deadline: Deadline) -> list[Head | None]:
+    def _heads(
+        self, client: Any, operation: str, keys: Sequence[bytes], deadline: Deadline
+    ) -> list[Head | None]:
         heads: list[Head | None] = []
         for start in range(0, len(keys), HEADS_AT_ONCE):
             if deadline.passed:
                 break
-            heads += self._some_heads(operation, keys[start : start + HEADS_AT_ONCE], deadline)
+            heads += self._some_heads(client, operation, keys[start : start + HEADS_AT_ONCE], deadline)
         self.outcomes.add(operation, oc.TIMEOUT, len(keys) - len(heads))
         heads += [None] * (len(keys) - len(heads))
         self._learn(head.header for head in heads if head is not None)
         return heads
 
-    def _some_heads(self, operation: str, keys: Sequence[bytes], deadline: Deadline) -> list[Head | None]:
+    def _some_heads(
+        self, client: Any, operation: str, keys: Sequence[bytes], deadline: Deadline
+    ) -> list[Head | None]:
         """Heads are read without their payloads."""
-        client, region = self._connection.client, self._connection.heads
+        region = self._connection.heads
         heads: list[Head | None] = []
         with region.held(deadline):
+            names = [self.key_of(key) for key in keys]
             offsets = [[index * HEAD_UNIT_BYTES] for index in range(len(keys))]
-            codes = _read_ranges(client, region, [self.key_of(key) for key in keys], offsets, HEAD_UNIT_BYTES)
+            codes = _read_ranges(client, region, names, offsets, HEAD_UNIT_BYTES)
+            if _RPC_FAILED in codes:
+                # So it is for objects that are on a disk of the pool only, too.
+                _raise_if_unreachable(client.batch_is_exist(names))
             for index, (key, code) in enumerate(zip(keys, codes, strict=True)):
-                if code != HEAD_UNIT_BYTES:
+                if code == HEAD_UNIT_BYTES:
+                    start = index * HEAD_UNIT_BYTES
+                    data = self._whole_head(client, key, bytes(region.view[start : start + code]))
+                    heads.append(self._read_head(operation, key, data, None))
+                elif code == _RPC_FAILED:
+                    heads.append(self._head_on_disk(client, operation, key, deadline))
+                else:
                     self._note(operation, key, code)
                     heads.append(None)
-                    continue
-                start = index * HEAD_UNIT_BYTES
-                data = bytes(region.view[start : start + HEAD_UNIT_BYTES])
-                heads.append(self._read_head(operation, key, self._whole_head(key, data), None))
         return heads
 
-    def _whole_head(self, key: bytes, start: bytes) -> bytes:
+    def _head_on_disk(self, client: Any, operation: str, key: bytes, deadline: Deadline) -> Head | None:
+        """Mooncake reads such objects whole or not at all."""
+        region, name = self._connection.loads, self.key_of(key)
+        if deadline.passed:
+            self.outcomes.add(operation, oc.TIMEOUT)
+            return None
+        size = client.get_size(name)
+        if not 0 < size <= region.view.nbytes:
+            self._note(operation, key, min(size, _NOT_FOUND))
+            return None
+        with region.held(deadline):
+            (code,) = client.batch_get_into([name], [region.address], [size])
+            data = bytes(region.view[: min(size, MAX_LONG_HEAD_BYTES)])
+        if code != size:
+            self._note(operation, key, code)
+            return None
+        return self._read_head(operation, key, data, size)
+
+    def _whole_head(self, client: Any, key: bytes, start: bytes) -> bytes:
         """With the region of heads held: a head that is longer than usual is read once more."""
         try:
             needed = head_bytes_needed(start)
@@ -160,13 +192,15 @@ class MooncakeStore(ObjectStore):
             return start
         region = self._connection.heads
         offset = HEADS_AT_ONCE * HEAD_UNIT_BYTES
-        codes = _read_ranges(self._connection.client, region, [self.key_of(key)], [[offset]], needed)
+        codes = _read_ranges(client, region, [self.key_of(key)], [[offset]], needed)
         return bytes(region.view[offset : offset + needed]) if codes == [needed] else start
 
     def _load_group(
-        self, keys: Sequence[bytes], sizes: Sequence[int], deadline: Deadline
+        self, client: Any, wanted: Sequence[tuple[bytes, int]], deadline: Deadline
     ) -> list[StoredSegment | None]:
-        client, region = self._connection.client, self._connection.loads
+        """Objects by key and length."""
+        region = self._connection.loads
+        keys, sizes = [key for key, _ in wanted], [size for _, size in wanted]
         segments: list[StoredSegment | None] = []
         with region.held(deadline):
             starts = list(accumulate(sizes, initial=0))
@@ -182,9 +216,11 @@ class MooncakeStore(ObjectStore):
                     segments.append(self._read_segment(key, data))
         return segments
 
-    def _save_group(self, objects: Sequence[tuple[bytes, StoredSegment]], deadline: Deadline) -> list[bool]:
-        """Objects as (head, segment)."""
-        client, region = self._connection.client, self._connection.saves
+    def _save_group(
+        self, client: Any, objects: Sequence[tuple[bytes, StoredSegment]], deadline: Deadline
+    ) -> list[bool]:
+        """Objects by head and segment."""
+        region = self._connection.saves
         names, addresses, sizes = [], [], []
         with region.held(deadline):
             offset = 0
@@ -203,12 +239,23 @@ class MooncakeStore(ObjectStore):
                 self._note(oc.SAVE, segment.header.key, code)
         return [code == 0 for code in codes]
 
-    def _fitting(self, operation: str, sizes: dict[int, int], limit: int) -> list[int]:
-        too_large = [index for index, size in sizes.items() if size > limit]
-        if too_large:
-            self._log_once(f"an object of {sizes[too_large[0]]} bytes needs a larger buffer than 2 x {limit}")
-            self.outcomes.add(operation, oc.FULL, len(too_large))
-        return [index for index, size in sizes.items() if size <= limit]
+    def _groups(self, operation: str, sizes: dict[int, int]) -> Iterator[list[int]]:
+        """What fits into the buffer, in runs that fit together."""
+        limit = self._connection.options.largest_object_bytes
+        group: list[int] = []
+        num_bytes = 0
+        for index, size in sizes.items():
+            if size > limit:
+                self._log_once(f"an object of {size} bytes is too large for half of the buffer (buffer=)")
+                self.outcomes.add(operation, oc.FULL)
+                continue
+            if group and num_bytes + size > limit:
+                yield group
+                group, num_bytes = [], 0
+            group.append(index)
+            num_bytes += size
+        if group:
+            yield group
 
     def _note(self, operation: str, key: bytes, code: int) -> None:
         """Count what a code says about an object; a plain miss is nothing."""
@@ -227,10 +274,12 @@ class MooncakeStore(ObjectStore):
             self._discard(key)
 
     def _has(self, key: bytes) -> bool:
-        return bool(self._connection.client.is_exist(self.key_of(key)) == 1)
+        with self._connection.use() as client:
+            return bool(client.is_exist(self.key_of(key)) == 1)
 
     def _discard(self, key: bytes) -> None:
-        self._connection.client.remove(self.key_of(key), True)
+        with self._connection.use() as client:
+            client.remove(self.key_of(key), True)
 
     # ------------------------------------------------------------ leases
 
@@ -242,7 +291,7 @@ class MooncakeStore(ObjectStore):
             while len(self._parents) > _MAX_KNOWN_PARENTS:
                 self._parents.popitem(last=False)
 
-    def _renew(self, keys: Sequence[bytes]) -> None:
+    def _renew(self, client: Any, keys: Sequence[bytes]) -> None:
         """What these build on stays as long as they do: asking for an object renews its lease."""
         path: dict[bytes, None] = {}
         with self._lock:
@@ -251,21 +300,7 @@ class MooncakeStore(ObjectStore):
                     path[key] = None
                     key = self._parents.get(key, b"")
         if path:
-            self._connection.client.batch_is_exist([self.key_of(key) for key in path])
-
-
-def _groups(indices: Sequence[int], sizes: dict[int, int], limit: int) -> Iterator[list[int]]:
-    """Runs of `indices` whose sizes sum to `limit` at most."""
-    group: list[int] = []
-    num_bytes = 0
-    for index in indices:
-        if group and num_bytes + sizes[index] > limit:
-            yield group
-            group, num_bytes = [], 0
-        group.append(index)
-        num_bytes += sizes[index]
-    if group:
-        yield group
+            client.batch_is_exist([self.key_of(key) for key in path])
 
 
 def _read_ranges(
@@ -274,9 +309,7 @@ def _read_ranges(
     """The first `num_bytes` of each object; how many came, or an error."""
     sources, sizes = [[0]] * len(names), [[num_bytes]] * len(names)
     (codes,) = client.get_into_ranges([region.address], [names], [offsets], [sources], [sizes])
-    flat = [each[0] for each in codes]
-    _raise_if_unreachable(flat)
-    return flat
+    return [each[0] for each in codes]
 
 
 def _raise_if_unreachable(codes: Sequence[int]) -> None:

@@ -25,6 +25,7 @@ HEADS_AT_ONCE = 1024
 MAX_LONG_HEAD_BYTES = 256 << 10
 _PROBE_SECONDS = 10.0
 _RECONNECT_SECONDS = 15.0
+_CLOSE_SECONDS = 3.0
 _PROBE = """
 import os, sys
 from mooncake.store import MooncakeDistributedStore
@@ -96,7 +97,8 @@ class MooncakeConnection:
     def __init__(self, options: MooncakeOptions, clock: Clock = time.monotonic) -> None:
         self.options = options
         self._clock = clock
-        self._lock = threading.Lock()
+        self._condition = threading.Condition()
+        self._num_users = 0
         self._next_attempt = 0.0
         self._client: Any = None
         self._closed = False
@@ -113,6 +115,7 @@ class MooncakeConnection:
         # Read by the library when it is loaded or connects.
         os.environ.setdefault("MC_TCP_BIND_ADDRESS", self._host.partition(":")[0])
         os.environ.setdefault("GLOG_minloglevel", "3")
+        os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
         if options.ssd_path:
             os.makedirs(options.ssd_path, mode=0o700, exist_ok=True)
             limit = str(options.ssd_bytes)
@@ -126,18 +129,27 @@ class MooncakeConnection:
             }.items():
                 os.environ.setdefault(f"MOONCAKE_OFFLOAD_{name}", value)
 
-    @property
-    def client(self) -> Any:
-        """Raises:
-        StoreError: not connected at present.
+    @contextmanager
+    def use(self) -> Iterator[Any]:
+        """The client, which is not closed before the caller is done.
+
+        Raises:
+            StoreError: not connected at present.
         """
-        with self._lock:
-            if self._client is not None:
-                return self._client
-            if not self._closed and self._clock() >= self._next_attempt:
-                self._next_attempt = self._clock() + _RECONNECT_SECONDS
-                threading.Thread(target=self._connect, name="mooncake-connect", daemon=True).start()
-        raise StoreError(f"no Mooncake master at {self.options.master}")
+        with self._condition:
+            if self._client is None:
+                if not self._closed and self._clock() >= self._next_attempt:
+                    self._next_attempt = self._clock() + _RECONNECT_SECONDS
+                    threading.Thread(target=self._connect, name="mooncake-connect", daemon=True).start()
+                raise StoreError(f"no Mooncake master at {self.options.master}")
+            client = self._client
+            self._num_users += 1
+        try:
+            yield client
+        finally:
+            with self._condition:
+                self._num_users -= 1
+                self._condition.notify_all()
 
     def _connect(self) -> None:
         if not self._master_answers():
@@ -179,8 +191,11 @@ class MooncakeConnection:
         self.loads = Region(client, half)
         self.saves = Region(client, half)
         self.replication = config
-        with self._lock:
-            self._client = client
+        with self._condition:
+            if not self._closed:
+                self._client = client
+                return
+        client.close()
 
     def _master_answers(self) -> bool:
         host, _, port = self.options.master.rpartition(":")
@@ -198,11 +213,21 @@ class MooncakeConnection:
             return False
 
     def close(self) -> None:
-        with self._lock:
+        """A client that is closed under a call takes the process along, so one with a call that hangs is
+        left open."""
+        with self._condition:
             self._closed = True
             client, self._client = self._client, None
-        if client is not None:
+            is_idle = self._condition.wait_for(lambda: not self._num_users, _CLOSE_SECONDS)
+        if client is not None and is_idle:
             client.close()
+        elif client is not None:
+            logger.warning("a call to Mooncake hangs; its client is left open")
+            _abandoned.append(client)
+
+
+_abandoned: list[Any] = []
+"""Clients with a call that hangs: their end would be that of the process."""
 
 
 def _address_facing(master: str) -> str:
