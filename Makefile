@@ -90,6 +90,10 @@ test-full: $(VENV)/.stamp-full native-if-possible ## what `make test` leaves out
 kill-test: $(VENV)/.stamp-test native-if-possible ## SIGKILL a server with --persist fifty times, with checks after every restart
 	MILEPOST_KILLS=50 $(TEST_ENV) $(PY) -m pytest -s -m slow tests/e2e/test_kill.py $(PYTEST_ARGS)
 
+.PHONY: soak
+soak: $(VENV)/.stamp-test native-if-possible ## thirty minutes of eight clients over all tiers with faults
+	MILEPOST_SOAK_MINUTES=30 $(TEST_ENV) $(PY) -m pytest -s -m slow tests/e2e/test_soak.py $(PYTEST_ARGS)
+
 # An environment without torch and numpy, not one that hides them.
 .PHONY: test-core
 test-core: .venv-core/.stamp ## core and simulator where torch and numpy are not installed

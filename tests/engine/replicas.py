@@ -50,6 +50,13 @@ class Replica:
     def ask(self, prompt: list[int], max_tokens: int = 4, **options: object) -> Answered:
         return Answered.of(collect(self.start(prompt, max_tokens, **options))[1])
 
+    def abandon(self, prompt: list[int], seconds: float) -> None:
+        """Ask for a long answer and leave after a moment."""
+        request = GenerationRequest(array("I", prompt), SamplingParams(temperature=0.0), 64)
+        request_id = self.engine.submit(request, lambda event: None)
+        time.sleep(seconds)
+        self.engine.abort(request_id)
+
     def settle(self) -> None:
         """Wait until everything that was computed is saved."""
         tiering = self.engine.tiering
