@@ -26,6 +26,7 @@ from milepost.server import (
     anthropic_routes,
     chat_routes,
     completion_routes,
+    render_routes,
     responses_routes,
     utility_routes,
 )
@@ -135,6 +136,7 @@ def build_app(load: Load, options: ServerOptions | None = None, state: ServerSta
     app.include_router(chat_routes.router)
     app.include_router(anthropic_routes.router)
     app.include_router(responses_routes.router)
+    app.include_router(render_routes.router)
     app.add_middleware(Gate, state=state, access=Access(options), options=options)
     return app
 

@@ -35,18 +35,14 @@ async def chat_completions(request: Request) -> Response:
     body = await parse_body(ChatBody, request)
     body.check_extras()
     check_model(service, body.model)
-    num_logprobs = _num_logprobs(body)
+    num_logprobs = checked_num_logprobs(body)
     completion_id = f"chatcmpl-{request_id(request)}"
-    if body.max_completion_tokens is not None:
-        limit = OutputLimit(body.max_completion_tokens, "max_completion_tokens", "messages")
-    else:
-        limit = OutputLimit(body.max_tokens, "max_tokens", "messages")
     run = await ask(
         service,
         request,
         body,
         conversation(body),
-        limit=limit,
+        limit=output_limit(body),
         label=completion_id,
         num_logprobs=num_logprobs,
     )
@@ -54,7 +50,19 @@ async def chat_completions(request: Request) -> Response:
     return await respond(request, run.generation.streams, answer, is_stream=bool(body.stream))
 
 
-def _num_logprobs(body: ChatBody) -> int | None:
+def output_limit(body: ChatBody) -> OutputLimit:
+    """By whichever name it was given."""
+    if body.max_completion_tokens is not None:
+        return OutputLimit(body.max_completion_tokens, "max_completion_tokens", "messages")
+    return OutputLimit(body.max_tokens, "max_tokens", "messages")
+
+
+def checked_num_logprobs(body: ChatBody) -> int | None:
+    """Log-probabilities per token; None = none are asked for.
+
+    Raises:
+        RequestError: names the field.
+    """
     if body.top_logprobs is not None:
         if not body.logprobs:
             raise RequestError("top_logprobs", "needs `logprobs: true`")

@@ -41,11 +41,7 @@ async def completions(request: Request) -> Response:
     check_model(service, body.model)
     if body.echo and body.logprobs is not None:
         raise RequestError("echo", "cannot be combined with `logprobs`: prompts have none on this server")
-    prompts = await asyncio.to_thread(_prompts, service.model, body)
-    wanted = checked_breakpoints(body.prompt_cache_breakpoints, [len(p.token_ids) for p in prompts])
-    if wanted:
-        prompts[0].wanted = wanted
-        prompts[0].pin_seconds = SECONDS_BY_TTL[DEFAULT_TTL]
+    prompts = await asyncio.to_thread(checked_prompts, service.model, body)
     completion_id = f"cmpl-{request_id(request)}"
     limit = OutputLimit(body.max_tokens, default=DEFAULT_MAX_TOKENS)
     generation = begin(
@@ -55,9 +51,19 @@ async def completions(request: Request) -> Response:
     return await respond(request, generation.streams, answer, is_stream=bool(body.stream))
 
 
-def _prompts(model: ServingModel, body: CompletionBody) -> list[Prompt]:
+def checked_prompts(model: ServingModel, body: CompletionBody) -> list[Prompt]:
+    """The prompts of a request with what their answers must follow. Takes a while: not for the event loop.
+
+    Raises:
+        RequestError: names the field.
+    """
     new_constraint = constrained(model, demanded_form(body))
-    return [Prompt(ids, new_constraint=new_constraint) for ids in prompt_token_ids(model, body)]
+    prompts = [Prompt(ids, new_constraint=new_constraint) for ids in prompt_token_ids(model, body)]
+    wanted = checked_breakpoints(body.prompt_cache_breakpoints, [len(p.token_ids) for p in prompts])
+    if wanted:
+        prompts[0].wanted = wanted
+        prompts[0].pin_seconds = SECONDS_BY_TTL[DEFAULT_TTL]
+    return prompts
 
 
 def prompt_token_ids(model: ServingModel, body: CompletionBody) -> list[array[int]]:
