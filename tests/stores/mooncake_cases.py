@@ -18,6 +18,7 @@ from tests.stores.services import Server, free_port, start_mooncake
 from milepost.errors import StoreError
 from milepost.stores import mooncake_client
 from milepost.stores import outcomes as oc
+from milepost.stores.address import open_stores, parse_address
 from milepost.stores.guard import GuardedStore, GuardOptions
 from milepost.stores.mooncake import MooncakeStore
 from milepost.stores.mooncake_client import MooncakeConnection, MooncakeOptions
@@ -83,7 +84,8 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 def test_a_replica_reads_what_another_computed(server: Server) -> None:
     owner = start_owner(server, "shared")
-    store = MooncakeStore(connect(server, 0), IDENTITY)
+    address = parse_address(f"mooncake://127.0.0.1:{server.port}?bytes=0&buffer=32MiB")
+    (store,) = open_stores([address], IDENTITY)
     wanted = chain("shared", 4, record_bytes=100_000)
     assert store.lookup(keys(wanted), deadline_seconds=SECONDS) == [each.header for each in wanted]
     loaded = store.load(keys(wanted), deadline_seconds=SECONDS)

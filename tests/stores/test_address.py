@@ -40,12 +40,28 @@ def test_addresses_say_kind_place_and_size() -> None:
         ("memory://?bytes=0", "positive"),
         ("memory://?bytes=1k&bytes=2k", "twice"),
         ("redis:///0", "needs a host"),
+        ("mooncake://?bytes=1GiB", "needs a host"),
+        ("mooncake://h?replica=2", "did you mean 'replicas'"),
     ],
 )
 def test_a_wrong_address_is_explained(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
         parse_address(text)
     assert raised.value.field == "kv_store"
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [("replicas=0", "number from 1 on"), ("protocol=udp", "tcp or rdma"), ("buffer=much", "not a size")],
+)
+def test_options_of_a_pool_are_checked_before_anything_is_loaded(query: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_stores([parse_address(f"mooncake://127.0.0.1?{query}")], IDENTITY)
+
+
+def test_a_pool_needs_no_memory_of_ours() -> None:
+    address = parse_address("mooncake://master:50051?bytes=0&replicas=2&ssd=/var/cache/pool")
+    assert (address.kind, address.budget_bytes, address.options["ssd"]) == ("mooncake", 0, "/var/cache/pool")
 
 
 def test_a_password_is_not_repeated_in_a_message() -> None:

@@ -13,7 +13,7 @@ from milepost.stores.port import SegmentStore
 from milepost.stores.segment_format import Identity
 
 OPTION = "kv_store"
-DEFAULT_BYTES = {"memory": 1 << 30, "file": 50 << 30, "redis": 8 << 30}
+DEFAULT_BYTES = {"memory": 1 << 30, "file": 50 << 30, "redis": 8 << 30, "mooncake": 1 << 30}
 """Budget of a store whose address names none."""
 ALIASES = {"rediss": "redis"}
 NETWORK_KINDS = ("redis", "mooncake")
@@ -84,7 +84,8 @@ def parse_address(text: str) -> StoreAddress:
         raise ConfigError(OPTION, f"{_shown(text)!r} needs a host, like {kind}://127.0.0.1")
     size = options.pop("bytes", None)
     budget_bytes = parse_size(size, OPTION) if size is not None else DEFAULT_BYTES.get(kind)
-    if budget_bytes is not None and budget_bytes < 1:
+    # A client of a Mooncake pool need not give it memory.
+    if budget_bytes is not None and budget_bytes < (0 if kind == "mooncake" else 1):
         raise ConfigError(OPTION, f"bytes must be positive, not {size}")
     name = options.pop("name", kind)
     plain = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
@@ -147,9 +148,48 @@ def _open_redis(address: StoreAddress, identity: Identity) -> SegmentStore:
         raise StoreError("redis:// needs a client; install it with: pip install 'milepost[redis]'") from None
 
 
+def _open_mooncake(address: StoreAddress, identity: Identity) -> SegmentStore:
+    from milepost.stores.mooncake import MooncakeStore
+    from milepost.stores.mooncake_client import DEFAULT_PORT, MooncakeConnection, MooncakeOptions
+
+    said = address.options
+    parts = urlsplit(address.text)
+    protocol = said.get("protocol", "tcp")
+    if protocol not in ("tcp", "rdma"):
+        raise ConfigError(OPTION, f"protocol must be tcp or rdma, not {protocol!r}")
+    options = MooncakeOptions(
+        master=f"{parts.hostname}:{parts.port or DEFAULT_PORT}",
+        segment_bytes=address.budget_bytes or 0,
+        buffer_bytes=parse_size(said.get("buffer", "256MiB"), OPTION),
+        protocol=protocol,
+        devices=said.get("devices", ""),
+        host=said.get("host", ""),
+        num_replicas=_count(said.get("replicas", "1"), "replicas"),
+        ssd_path=said.get("ssd", ""),
+        ssd_bytes=parse_size(said.get("ssd_bytes", "50GiB"), OPTION),
+    )
+    try:
+        return MooncakeStore(MooncakeConnection(options), identity, name=address.name)
+    except ImportError as error:
+        raise StoreError(
+            "mooncake:// needs a client and the system library libibverbs1; "
+            f"install them with: apt install libibverbs1; pip install 'milepost[mooncake]' ({error})"
+        ) from None
+
+
+def _count(text: str, option: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(OPTION, f"{option} is a number from 1 on, not {text!r}")
+    return int(text)
+
+
 _OPENERS: dict[str, Callable[[StoreAddress, Identity], SegmentStore]] = {
     "memory": _open_memory,
     "file": _open_file,
     "redis": _open_redis,
+    "mooncake": _open_mooncake,
 }
-_EXTRA_OPTIONS = {"file": ("fsync",)}
+_EXTRA_OPTIONS = {
+    "file": ("fsync",),
+    "mooncake": ("buffer", "protocol", "devices", "host", "replicas", "ssd", "ssd_bytes"),
+}

@@ -21,6 +21,7 @@ from milepost.stores.segment_format import HEAD_UNIT_BYTES
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_PORT = 50051
 HEADS_AT_ONCE = 1024
 MAX_LONG_HEAD_BYTES = 256 << 10
 _PROBE_SECONDS = 10.0
