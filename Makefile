@@ -43,7 +43,7 @@ $(VENV)/.stamp-torch: constraints.txt | $(VENV)/bin/python
 # The package with the extras named in the stamp: make $(VENV)/.stamp-serve, -test, -full, -lint, -bench.
 EXTRAS_serve := cpu,server
 EXTRAS_test := cpu,server,test
-EXTRAS_full := cpu,server,test,oracle
+EXTRAS_full := cpu,server,test,oracle,redis,mooncake
 EXTRAS_lint := cpu,server,test,lint
 EXTRAS_bench := cpu,server,bench
 $(VENV)/.stamp-%: pyproject.toml constraints.txt $(VENV)/.stamp-torch
@@ -96,8 +96,8 @@ soak: $(VENV)/.stamp-test native-if-possible ## thirty minutes of eight clients 
 
 # An environment without torch and numpy, not one that hides them.
 .PHONY: test-core
-test-core: .venv-core/.stamp ## core and simulator where torch and numpy are not installed
-	.venv-core/bin/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow and not service and not oracle' tests/core tests/sim tests/test_torch_free.py $(PYTEST_ARGS)
+test-core: .venv-core/.stamp ## core, stores and simulator where torch and numpy are not installed
+	.venv-core/bin/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow and not service and not oracle' tests/core tests/sim tests/stores tests/test_torch_free.py $(PYTEST_ARGS)
 
 .venv-core/.stamp: pyproject.toml constraints.txt
 	@echo '== .venv-core: base dependencies only =='
