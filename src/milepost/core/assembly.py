@@ -8,7 +8,9 @@ from milepost.core.plan import ChunkPlan, StateExport, WorkerRequest
 from milepost.core.request import Request
 
 
-def build_chunk(request: Request, lease: Lease, end: int, reservation: Reservation) -> ChunkPlan:
+def build_chunk(
+    request: Request, lease: Lease, end: int, reservation: Reservation, draft_tokens: bytes = b""
+) -> ChunkPlan:
     """The command for tokens [num_processed, end) of `request`."""
     start = request.num_processed
     num_tokens = len(request.tokens)
@@ -27,6 +29,7 @@ def build_chunk(request: Request, lease: Lease, end: int, reservation: Reservati
         1 if end == num_tokens else 0,
         num_tokens - request.num_prompt_tokens,
         request.captures_logits and end == request.num_prompt_tokens,
+        draft_tokens=draft_tokens,
     )
 
 

@@ -123,8 +123,7 @@ def _audit_ownership(cache: PrefixCache, leases: Sequence[Lease]) -> list[str]:
         for pool, table in enumerate(lease.page_tables):
             owners[pool].update(table[lease.tip.depth :])
         slot_lists = [slots for slots, _ in lease.exports.values()]
-        if lease.running is not None:
-            slot_lists.append(lease.running)
+        slot_lists += [slots for slots in (lease.running, lease.previous) if slots is not None]
         for slots in slot_lists:
             for index, slot in enumerate(slots):
                 owners[num_attention + index][slot] += 1

@@ -17,6 +17,8 @@ class Lease:
             the tree.
         running: per recurrent group, the slot the request mutates; None = it stands on the
             checkpoint of `tip` (or on the zero state at the root) and has mutated nothing.
+        previous: per recurrent group, the own slot the chunk in flight starts from while it writes another
+            one (`running`), so that rejected drafts leave no trace; given back when the step is over.
         replaced: (group, unit, page) the worker must be told about: somebody else published the
             unit first, the lease reads that page now and its own was freed.
         exports: position -> slots reserved for checkpoints of the plan in flight.
@@ -30,8 +32,8 @@ class Lease:
 
     __slots__ = (
         "chain", "conversation", "decode_nodes", "exports", "hit_reason", "is_caching", "lineage",
-        "marked_units", "num_hit_units", "page_tables", "pin_seconds", "replaced", "retention_priority",
-        "running", "tip",
+        "marked_units", "num_hit_units", "page_tables", "pin_seconds", "previous", "replaced",
+        "retention_priority", "running", "tip",
     )  # fmt: skip
 
     def __init__(self, chain: KeyChain, tip: Node, page_tables: list[list[int]], *, is_caching: bool) -> None:
@@ -39,6 +41,7 @@ class Lease:
         self.tip = tip
         self.page_tables = page_tables
         self.running: list[int] | None = None
+        self.previous: list[int] | None = None
         self.replaced: list[tuple[int, int, int]] = []
         self.exports: dict[int, tuple[list[int], str]] = {}
         self.num_hit_units = tip.depth

@@ -26,6 +26,9 @@ class CacheCounters:
         evicted_bytes: bytes freed by evictions.
         num_restored_checkpoints: checkpoints that came from a store (counted by reason as well).
         refusals: (why, checkpoint reason) -> count of checkpoints that were wanted and not kept.
+        num_drafts: chunks with drafts that were verified.
+        num_draft_tokens: their drafts; num_accepted_draft_tokens: those that were accepted.
+        accepted_drafts_by_position: place in its draft (from 0) -> accepted drafts there.
     """
 
     num_queried_tokens: int = 0
@@ -46,6 +49,10 @@ class CacheCounters:
     num_steps: int = 0
     num_sibling_waits: int = 0
     num_restored_checkpoints: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    accepted_drafts_by_position: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
+
 from milepost.core import reasons
+from milepost.core.hashing import token_bytes
 from milepost.core.plan import ChunkPlan, ChunkResult
 from milepost.core.prefix_cache import PrefixCache
 from milepost.core.request import Request, RequestUpdate
@@ -38,11 +41,13 @@ def settle_chunk(
     if lease is None:
         raise ValueError(f"request {request.request_id} holds nothing")
     is_decode = request.num_processed >= request.prefill_end
-    request.num_processed = end = chunk.end
+    # Accepted drafts are tokens like any other: the chain must know them before their units are published.
+    request.tokens.extend(token.token_id for token in result.sampled)
+    request.num_processed = end = result.end
     if is_decode:
-        cache.counters.num_decode_tokens += 1
-        if is_multiple(end, cache.match_unit):
-            cache.publish(lease, end, (), reasons.DECODE, now)
+        cache.counters.num_decode_tokens += end - chunk.start
+        if chunk.num_drafts or lease.previous is not None or is_multiple(end, cache.match_unit):
+            cache.publish(lease, end, result.exported_positions, reasons.DECODE, now)
             cache.thin_decode(lease)
     else:
         cache.counters.num_prefill_tokens += end - chunk.start
@@ -50,8 +55,6 @@ def settle_chunk(
     if chunk.num_samples:
         update.tokens = result.sampled
         update.logits = result.logits
-        for token in result.sampled:
-            request.tokens.append(token.token_id)
         reason = _stop_reason(request, update)
         if reason is not None:
             return update, reason, True
@@ -62,12 +65,20 @@ def _mismatch(chunk: ChunkPlan, result: ChunkResult | None) -> str | None:
     """What is wrong with an acknowledgement; None if it stands for the chunk that was planned."""
     if result is None:
         return NOT_EXECUTED
-    if result.end != chunk.end:
-        return f"the worker acknowledged position {result.end}, planned was {chunk.end}"
-    if len(result.sampled) != chunk.num_samples:
-        return f"the worker sampled {len(result.sampled)} tokens, planned were {chunk.num_samples}"
+    num_accepted = result.end - chunk.end
+    num_planned = chunk.num_samples + num_accepted
+    if not 0 <= num_accepted <= chunk.num_drafts:
+        planned = f"{chunk.end} with {chunk.num_drafts} drafts" if chunk.num_drafts else f"{chunk.end}"
+        return f"the worker acknowledged position {result.end}, planned was {planned}"
+    if len(result.sampled) != num_planned:
+        return f"the worker sampled {len(result.sampled)} tokens, planned were {num_planned}"
     if any(not 0 <= token.token_id <= MAX_TOKEN_ID for token in result.sampled):
         return f"the worker sampled a token id outside of [0, {MAX_TOKEN_ID}]"
+    accepted = token_bytes(array("I", (token.token_id for token in result.sampled[:num_accepted])))
+    if not chunk.draft_tokens.startswith(accepted):
+        return "the worker accepted a draft that is not the token it sampled"
+    if any(position > result.end for position in result.exported_positions):
+        return f"the worker acknowledged an export behind position {result.end}"
     return None
 
 

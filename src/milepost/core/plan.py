@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+TOKEN_BYTES = 4
+"""Bytes of a token id on the wire."""
+
 ZERO_STATE = -1
 """`initial_slots` entry: start from the defined initial state (zeros), not from a slot."""
 
@@ -94,6 +97,11 @@ class ChunkPlan:
             `initial_slots` (in place).
         exports: ascending by offset.
         num_samples: 1 if a token is sampled from the last row, 0 if the prefill goes on.
+        draft_tokens: guesses (uint32 LE) for the tokens behind `end`. They are computed as further rows
+            of the chunk, and a token is sampled from each of these rows as well. A draft is accepted if it
+            equals the token sampled at its position and all drafts before it were accepted. Page tables
+            reach up to `last_row_end`, exports may lie up to there; `running_slots` then differ from
+            `initial_slots` and get the state behind the last accepted token.
         output_position: index of the sampled token among the request's outputs (keys the noise).
         captures_logits: return the raw logits of the last row (audits compare them).
         allowed_tokens: the ids that may be sampled: packed bits, the lowest id in the lowest bit of the
@@ -114,6 +122,16 @@ class ChunkPlan:
     output_position: int
     captures_logits: bool = False
     allowed_tokens: bytes = b""
+    draft_tokens: bytes = b""
+
+    @property
+    def num_drafts(self) -> int:
+        return len(self.draft_tokens) // TOKEN_BYTES
+
+    @property
+    def last_row_end(self) -> int:
+        """Position behind the last row, drafts included."""
+        return self.end + self.num_drafts
 
 
 @dataclass(slots=True)
@@ -152,7 +170,8 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(chunk.end - chunk.start for chunk in self.chunks)
+        """Rows of the step, those of drafts included."""
+        return sum(chunk.last_row_end - chunk.start for chunk in self.chunks)
 
 
 @dataclass(slots=True)
@@ -175,9 +194,10 @@ class ChunkResult:
     """Acknowledges what the worker really wrote for one chunk.
 
     Attributes:
-        end: position of the running state after the step; pages [start, end) are written.
-        exported_positions: positions whose export was written.
-        sampled: `num_samples` tokens.
+        end: position of the running state after the step; pages [start, end) are written. The chunk's
+            `end`, plus one for each accepted draft.
+        exported_positions: positions, at most `end`, whose export was written.
+        sampled: `num_samples` tokens, plus one for each accepted draft; the last one was not processed.
         logits: float32 little-endian logits of the last row, before any processing, if asked for.
     """
 

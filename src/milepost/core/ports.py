@@ -20,6 +20,21 @@ class Worker(Protocol):
         ...
 
 
+class Drafter(Protocol):
+    """Guesses how sequences go on. A wrong guess costs time, never correctness."""
+
+    def propose(self, request_id: int, tokens: Sequence[int], max_drafts: int) -> Sequence[int]:
+        """Up to `max_drafts` ids that may follow `tokens` (prompt and output so far); empty = no idea.
+
+        Every id must be one of the model's. Called once per decode step, in order of position.
+        """
+        ...
+
+    def forget(self, request_id: int) -> None:
+        """The request is over; ids that were never proposed for are fine."""
+        ...
+
+
 Buffer = bytes | bytearray | memoryview
 
 

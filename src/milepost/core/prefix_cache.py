@@ -305,9 +305,17 @@ class PrefixCache:
             if end_reason is not None and end == lease.tip.depth * self.match_unit:
                 self.keep_running(lease, end_reason, now)
         for position, (slots, reason) in lease.exports.items():
-            self._refuse(lease, position, reasons.REFUSED_NOT_WRITTEN, reason)
+            # Drafts that would have led to a boundary may not have been accepted.
+            if position <= end or reason != reasons.DECODE:
+                self._refuse(lease, position, reasons.REFUSED_NOT_WRITTEN, reason)
             self.give_back_slots(slots)
         lease.exports = {}
+        self._give_back_previous(lease)
+
+    def _give_back_previous(self, lease: Lease) -> None:
+        if lease.previous is not None:
+            self.give_back_slots(lease.previous)
+            lease.previous = None
 
     def _settle_export(self, lease: Lease, acknowledged: set[int], now: float) -> None:
         """Attach what was exported at the tip's boundary, if it was written."""
@@ -415,6 +423,7 @@ class PrefixCache:
         for slots, _ in lease.exports.values():
             self.give_back_slots(slots)
         lease.exports = {}
+        self._give_back_previous(lease)
         if lease.running is not None:
             self.give_back_slots(lease.running)
             lease.running = None
@@ -443,7 +452,7 @@ class PrefixCache:
         num_states = 0
         for lease in leases:
             tips[id(lease.tip)] = lease.tip
-            num_states += (lease.running is not None) + len(lease.exports)
+            num_states += (lease.running is not None) + (lease.previous is not None) + len(lease.exports)
             units += max(0, lease.num_units - lease.tip.depth)
         num_states += sum(tip.states is not None for tip in tips.values())
         return units * self.unit_bytes + num_states * self.checkpoint_bytes

@@ -16,7 +16,15 @@ from milepost.errors import RequestError
 if TYPE_CHECKING:
     from milepost.core.lease import Lease
 
-__all__ = ["CacheDomain", "MediaSpan", "Request", "RequestStatus", "RequestUpdate", "ReuseReport"]
+__all__ = [
+    "CacheDomain",
+    "DraftRecord",
+    "MediaSpan",
+    "Request",
+    "RequestStatus",
+    "RequestUpdate",
+    "ReuseReport",
+]
 
 
 class RequestStatus(enum.Enum):
@@ -68,6 +76,25 @@ class ReuseReport:
 
 
 @dataclass(slots=True)
+class DraftRecord:
+    """What became of the drafts of one request.
+
+    Attributes:
+        num_drafts: steps with drafts.
+        num_draft_tokens: drafts that were verified.
+        num_accepted_tokens: of these, accepted.
+        acceptance: running estimate of the chance that a draft is accepted, if those before it were.
+        num_idle_steps: decode steps since the last one with drafts, while drafting does not pay.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    acceptance: float = 0.0
+    num_idle_steps: int = 0
+
+
+@dataclass(slots=True)
 class RequestUpdate:
     """What one step brought for one request.
 
@@ -101,6 +128,8 @@ class Request:
         retention_priority: its checkpoints count 2**priority times as much when room is made.
         pin_seconds: its `marker` checkpoints are given up last for so long.
         priority: lower runs first; from `queues.BACKGROUND_PRIORITY` on only when nothing else does.
+        uses_drafts: False = decode token by token (what may be sampled next is only known one token at a
+            time, as for answers that follow a grammar).
         owner: owners that compete get equal shares (`queues.FairShare`); never enters a hash.
 
     Raises:
@@ -110,10 +139,10 @@ class Request:
 
     __slots__ = (
         "arrival", "captures_logits", "chain", "conversation", "domain", "finish_reason", "is_counted",
-        "lease", "max_tokens", "media", "num_preemptions", "num_processed", "num_prompt_tokens",
-        "owner", "pending_abort", "pin_seconds", "prefill_end", "priority", "request_id",
+        "drafting", "lease", "max_tokens", "media", "num_preemptions", "num_processed",
+        "num_prompt_tokens", "owner", "pending_abort", "pin_seconds", "prefill_end", "priority", "request_id",
         "retention_priority", "reuse", "reuse_reported", "sampling", "status", "stop_ids", "tokens", "turn",
-        "uses_cache", "wanted", "wanted_by_caller",
+        "uses_cache", "uses_drafts", "wanted", "wanted_by_caller",
     )  # fmt: skip
 
     def __init__(
@@ -134,6 +163,7 @@ class Request:
         retention_priority: int = 0,
         pin_seconds: float = 0.0,
         owner: str = "",
+        uses_drafts: bool = True,
     ) -> None:
         try:
             self.tokens = array("I", prompt_tokens)
@@ -160,6 +190,8 @@ class Request:
         self.stop_ids = frozenset(sampling.stop_token_ids)
         self.status = RequestStatus.WAITING
         self.owner = owner
+        self.uses_drafts = uses_drafts
+        self.drafting: DraftRecord | None = None
         self.arrival = 0
         self.turn = 0
         self.chain: KeyChain | None = None
@@ -205,6 +237,25 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def held_lease(self) -> Lease:
+        """The lease of a running request."""
+        if self.lease is None:
+            raise ValueError(f"request {self.request_id} holds nothing")
+        return self.lease
+
+    @property
+    def known_chain(self) -> KeyChain:
+        """The hash chain of a request that was added."""
+        if self.chain is None:
+            raise ValueError(f"request {self.request_id} was never added")
+        return self.chain
+
+    @property
+    def media_spans(self) -> list[tuple[int, int]]:
+        """[start, end) of every media item of the prompt."""
+        return [(span.start, span.end) for span in self.media]
 
     @property
     def is_prefilling(self) -> bool:

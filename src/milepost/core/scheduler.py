@@ -25,10 +25,11 @@ from milepost.core.chunking import (
     prefill_wanted,
     settled_position,
 )
+from milepost.core.drafts import DraftPlanner
 from milepost.core.explain import count_query, reuse_report
 from milepost.core.geometry import CacheGeometry
 from milepost.core.hashing import KeyChain
-from milepost.core.lease import Lease, Reservation
+from milepost.core.lease import Reservation
 from milepost.core.metrics import CoreStats
 from milepost.core.outcome import settle_chunk
 from milepost.core.plan import ChunkPlan, StepPlan, StepResult
@@ -58,7 +59,13 @@ class Scheduler:
         ConfigError: the budget cannot hold a single short request.
     """
 
-    def __init__(self, geometry: CacheGeometry, cache: CacheConfig, config: SchedulerConfig) -> None:
+    def __init__(
+        self,
+        geometry: CacheGeometry,
+        cache: CacheConfig,
+        config: SchedulerConfig,
+        drafts: DraftPlanner | None = None,
+    ) -> None:
         if geometry.match_unit != cache.match_unit:
             raise ConfigError(
                 "prefix_match_unit",
@@ -71,6 +78,7 @@ class Scheduler:
         self.requests: dict[int, Request] = {}
         self.running: list[Request] = []
         self.waiting = RequestQueue()
+        self.drafts = drafts
         self.siblings = Siblings(cache.match_unit)
         self.transfers = Transfers(self.cache)
         self._alignment = geometry.checkpoint_alignment
@@ -116,7 +124,7 @@ class Scheduler:
         request.prefill_end = request.num_tokens
         request.wanted = (
             prefill_wanted(
-                request.num_tokens, self.cache.match_unit, request.wanted_by_caller, _media_spans(request),
+                request.num_tokens, self.cache.match_unit, request.wanted_by_caller, request.media_spans,
                 self._grid,
             )
             if self._is_caching and request.uses_cache
@@ -130,7 +138,7 @@ class Scheduler:
 
     def _want_junction(self, request: Request, position: int) -> None:
         """Ask for a checkpoint where another path leaves this one, if nothing else is there yet."""
-        position = settled_position(position, self.cache.match_unit, self._grid, _media_spans(request))
+        position = settled_position(position, self.cache.match_unit, self._grid, request.media_spans)
         if position > request.num_processed and all(position != p for p, _ in request.wanted):
             request.wanted = sorted([*request.wanted, (position, reasons.JUNCTION)])
 
@@ -182,11 +190,11 @@ class Scheduler:
         """
         if self._plan is not None:
             raise RuntimeError("condemn() was called while a plan is in flight")
-        node = self.cache.node_at(_chain_of(request), position)
+        node = self.cache.node_at(request.known_chain, position)
         if node is None:
             return 0
         for other in reversed(tuple(self.running)):
-            if self.cache.is_behind(_lease_of(other).tip, node):
+            if self.cache.is_behind(other.held_lease.tip, node):
                 self._preempt(other, is_sound=False)
         return self.cache.evictor.drop_subtree(node)
 
@@ -220,6 +228,8 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         num_decoding = sum(1 for r in self.running if r.num_processed >= r.prefill_end)
         prefill_budget = max(1, budget - num_decoding)
+        if self.drafts is not None:
+            self.drafts.begin_step(budget, num_decoding, now)
         for request in tuple(self.running):
             if budget < 1:
                 break
@@ -228,7 +238,9 @@ class Scheduler:
             if is_background(request) and not self._is_quiet():
                 break
             if request.num_processed >= request.prefill_end:
-                budget -= self._plan_decode(plan, request)
+                num_rows = self._plan_decode(plan, request)
+                budget -= num_rows
+                prefill_budget -= max(0, num_rows - 1)
             elif prefill_budget > 0:
                 num_tokens = self._plan_prefill(plan, request, min(budget, prefill_budget))
                 budget -= num_tokens
@@ -242,16 +254,16 @@ class Scheduler:
     def _plan_decode(self, plan: StepPlan, request: Request) -> int:
         start = request.num_processed
         end = start + 1
-        lease = _lease_of(request)
+        lease = request.held_lease
         unit = self.cache.match_unit
         if lease.running is not None and (not is_multiple(start, unit) or not lease.page_tables):
-            self._append_chunk(plan, request, end, nothing_reserved(lease), None)
-            return 1
-        reservation = self._reserve(request, end, ())
+            reservation: Reservation | None = nothing_reserved(lease)
+        else:
+            reservation = self._reserve(request, end, ())
         if reservation is None:
             return 0
-        self._append_chunk(plan, request, end, reservation, None)
-        return 1
+        drafts = self.drafts.plan(self.cache, request, reservation) if self.drafts is not None else b""
+        return self._append_chunk(plan, request, end, reservation, None, drafts)
 
     def _plan_prefill(self, plan: StepPlan, request: Request, num_budget_tokens: int) -> int:
         start = request.num_processed
@@ -268,7 +280,7 @@ class Scheduler:
         )  # fmt: skip
         for reason in decision.dropped:
             self.cache.counters.refusals[reasons.REFUSED_NOT_LEGAL, reason] += 1
-        lease = _lease_of(request)
+        lease = request.held_lease
         unit = self.cache.match_unit
         ends_between = decision.end < len(request.tokens) and not is_multiple(decision.end, unit)
         if ends_between and start and is_multiple(start, unit):
@@ -283,7 +295,7 @@ class Scheduler:
 
     def _reserve(self, request: Request, end: int, exports: Sequence[tuple[int, str]]) -> Reservation | None:
         """Records for the next chunk, at the cost of later requests if need be."""
-        lease = _lease_of(request)
+        lease = request.held_lease
         while True:
             reservation = self.cache.reserve(lease, end, exports, self._now)
             if reservation is not None:
@@ -301,12 +313,14 @@ class Scheduler:
         return last if last.request_id not in self._planned_ids else None
 
     def _append_chunk(
-        self, plan: StepPlan, request: Request, end: int, reservation: Reservation, end_reason: str | None
-    ) -> None:
-        chunk = build_chunk(request, _lease_of(request), end, reservation)
+        self, plan: StepPlan, request: Request, end: int, reservation: Reservation, end_reason: str | None,
+        drafts: bytes = b"",
+    ) -> int:  # fmt: skip
+        chunk = build_chunk(request, request.held_lease, end, reservation, drafts)
         plan.chunks.append(chunk)
         self._planned.append(_Planned(request, chunk, end_reason))
         self._planned_ids.add(request.request_id)
+        return chunk.last_row_end - chunk.start
 
     # -- admission -----------------------------------------------------------------------------
 
@@ -347,9 +361,7 @@ class Scheduler:
         return True
 
     def _try_admit(self, plan: StepPlan, request: Request, num_budget_tokens: int) -> int:
-        chain = request.chain
-        if chain is None:
-            raise ValueError(f"request {request.request_id} was never added")
+        chain = request.known_chain
         match = self.cache.match(chain, request.num_tokens) if request.uses_cache else self.cache.no_match()
         if not fits(self.cache, request, match, self.running, self.transfers):
             return 0
@@ -357,7 +369,7 @@ class Scheduler:
         if request.conversation is not None:
             lease.conversation = (chain.root, request.conversation)
         lease.marked_units = marked_units(
-            request.wanted_by_caller, self.cache.match_unit, self._grid, _media_spans(request)
+            request.wanted_by_caller, self.cache.match_unit, self._grid, request.media_spans
         )
         lease.retention_priority = request.retention_priority
         lease.pin_seconds = request.pin_seconds
@@ -377,10 +389,10 @@ class Scheduler:
         return num_tokens
 
     def _start(self, plan: StepPlan, request: Request, match: Match) -> None:
-        lease = _lease_of(request)
+        lease = request.held_lease
         if request.reuse is None:
             request.reuse = reuse_report(
-                self.cache, match, _chain_of(request), request.num_prompt_tokens,
+                self.cache, match, request.known_chain, request.num_prompt_tokens,
                 uses_cache=request.uses_cache,
             )  # fmt: skip
             if request.is_counted:
@@ -424,6 +436,8 @@ class Scheduler:
                 self.cache, request, entry.chunk, results.get(request.request_id), entry.end_reason,
                 result.error, self._now,
             )  # fmt: skip
+            if self.drafts is not None and is_sound and entry.chunk.num_drafts:
+                self.drafts.settle(self.cache.counters, request, entry.chunk, results[request.request_id])
             if was_prefilling and is_sound and request.num_processed >= request.prefill_end:
                 self._leave_siblings(request)
             if reason is not None:
@@ -443,6 +457,8 @@ class Scheduler:
         request.move_to(RequestStatus.FINISHED)
         self._leave_siblings(request)
         self.transfers.lift(request.request_id)
+        if self.drafts is not None:
+            self.drafts.drafter.forget(request.request_id)
         del self.requests[request.request_id]
 
     def _preempt(self, request: Request, *, is_sound: bool = True) -> None:
@@ -455,7 +471,7 @@ class Scheduler:
         self._enqueue(request)
 
     def _release(self, request: Request, *, is_sound: bool) -> None:
-        lease = _lease_of(request)
+        lease = request.held_lease
         self.cache.release(lease, request.num_processed if is_sound else None, self._now)
         request.lease = None
         self.running.remove(request)
@@ -476,19 +492,3 @@ class Scheduler:
         problems += self.transfers.audit(set(self.requests))
         problems += audit_requests(self.requests, self.running, len(self.waiting))
         return problems
-
-
-def _media_spans(request: Request) -> list[tuple[int, int]]:
-    return [(span.start, span.end) for span in request.media]
-
-
-def _lease_of(request: Request) -> Lease:
-    if request.lease is None:
-        raise ValueError(f"request {request.request_id} holds nothing")
-    return request.lease
-
-
-def _chain_of(request: Request) -> KeyChain:
-    if request.chain is None:
-        raise ValueError(f"request {request.request_id} was never added")
-    return request.chain

@@ -32,8 +32,8 @@ class CostModel:
         return self.seconds_per_step + sum(self._chunk_seconds(chunk) for chunk in plan.chunks)
 
     def _chunk_seconds(self, chunk: ChunkPlan) -> float:
-        rows = chunk.end - chunk.start
-        attended = rows * (chunk.start + chunk.end + 1) / 2.0
+        rows = chunk.last_row_end - chunk.start
+        attended = rows * (chunk.start + chunk.last_row_end + 1) / 2.0
         restored = chunk.initial_slots != chunk.running_slots and ZERO_STATE not in chunk.initial_slots
         return (
             rows * self.seconds_per_token

@@ -24,6 +24,7 @@ from milepost.core.plan import (
     WorkerRequest,
 )
 from milepost.errors import WorkerError
+from milepost.sim.drafting import check_drafts, verify
 from milepost.sim.fakes import WorkerFaults
 from milepost.sim.model import FingerprintModel, MediaSymbols, TrueSequence
 from milepost.sim.step_rules import FingerprintError, check_exports, check_sampling, check_slots
@@ -40,7 +41,8 @@ class WorkerCounters:
 
     Attributes:
         num_steps: plans executed, failed ones included.
-        num_computed_tokens: rows over all chunks.
+        num_computed_tokens: rows over all chunks, rejected drafts apart.
+        num_rejected_rows: rows of drafts that were not accepted.
         num_exports: states written by exports.
         num_restored: chunks that started from a state another request had written.
         computed_by_request: rows per request, over all its chunks (a preemption counts again).
@@ -49,6 +51,7 @@ class WorkerCounters:
 
     num_steps: int = 0
     num_computed_tokens: int = 0
+    num_rejected_rows: int = 0
     num_exports: int = 0
     num_restored: int = 0
     computed_by_request: dict[int, int] = field(default_factory=dict)
@@ -320,7 +323,8 @@ class FingerprintWorker:
             raise FingerprintError("tokens", f"request {request_id}: tokens [{start}, {end}) are not its own")
         check_sampling(chunk, truth.num_prompt_tokens)
         check_exports(chunk)
-        self._check_pages(request_id, live, truth, start, end)
+        check_drafts(chunk)
+        self._check_pages(request_id, live, truth, start, chunk.last_row_end)
         for group, slot in enumerate(chunk.initial_slots):
             self._check_state(request_id, live, group, slot, truth.path[start], start)
 
@@ -391,14 +395,16 @@ class FingerprintWorker:
             return None
         live = self.live[request_id]
         truth = self._truth[request_id]
-        self._write_pages(request_id, live, start, truth.path[start + 1 : end + 1], starts)
+        num_accepted, nodes = verify(self.tree, truth, chunk)
+        end += num_accepted
+        self._write_pages(request_id, live, start, nodes, starts)
         exported: list[int] = []
         for export in chunk.exports:
             written = self.faults.acknowledges(chunk, export)
-            content = truth.path[export.position] if written else POISON
+            content = nodes[export.offset - 1] if written else POISON
             for group, slot in enumerate(export.slots):
                 self._set_slot(group, slot, content)
-            if written:
+            if written and export.position <= end:
                 exported.append(export.position)
         for group, slot in enumerate(chunk.running_slots):
             self._set_slot(group, slot, truth.path[end])
@@ -406,6 +412,7 @@ class FingerprintWorker:
         live.running_slots = list(chunk.running_slots)
         counters = self.counters
         counters.num_computed_tokens += end - start
+        counters.num_rejected_rows += chunk.last_row_end - end
         counters.num_exports += len(exported)
         counters.computed_by_request[request_id] = (
             counters.computed_by_request.get(request_id, 0) + end - start
@@ -414,7 +421,7 @@ class FingerprintWorker:
         sampled: list[SampledToken] = []
         if chunk.num_samples:
             truth.ensure(end + 1)
-            sampled.append(SampledToken(truth.tokens[end]))
+            sampled = [SampledToken(token) for token in truth.tokens[chunk.end : end + 1]]
         return ChunkResult(request_id, end, exported, sampled)
 
     def _write_pages(
@@ -461,7 +468,7 @@ class FingerprintWorker:
         """A torn chunk: all its targets hold garbage, shared or not."""
         live = self.live[chunk.request_id]
         for group, table in enumerate(live.tables):
-            for position in range(chunk.start, chunk.end):
+            for position in range(chunk.start, chunk.last_row_end):
                 self._page(group, table[position // self.match_unit])[position % self.match_unit] = POISON
         targets = [chunk.running_slots] + [export.slots for export in chunk.exports]
         for slots in targets:

@@ -138,7 +138,8 @@ class LossBook:
     ) -> None:
         written = set(exported)
         for position, (_, reason) in lease.exports.items():
-            if position not in written or not lease.is_caching:
+            is_beyond_drafts = position > end and reason == reasons.DECODE
+            if (position not in written or not lease.is_caching) and not is_beyond_drafts:
                 self._refuse(lease, position, reasons.REFUSED_NOT_WRITTEN, reason)
         PrefixCache.publish(self._cache, lease, end, written, end_reason, now)
 

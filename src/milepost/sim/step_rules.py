@@ -57,14 +57,17 @@ def check_slots(
 
 
 def check_exports(chunk: ChunkPlan) -> None:
-    """Exports ascend, lie in (start, end], and offset and position name the same place."""
+    """Exports ascend, lie in (start, end of the rows], and offset and position name the same place."""
     position = chunk.start
     for export in chunk.exports:
-        if export.position != chunk.start + export.offset or not position < export.position <= chunk.end:
+        if (
+            export.position != chunk.start + export.offset
+            or not position < export.position <= chunk.last_row_end
+        ):
             raise FingerprintError(
                 "export",
                 f"request {chunk.request_id}: position {export.position} at offset {export.offset} "
-                f"of [{chunk.start}, {chunk.end})",
+                f"of [{chunk.start}, {chunk.last_row_end})",
             )
         position = export.position
 

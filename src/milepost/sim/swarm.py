@@ -15,6 +15,7 @@ from milepost.core.geometry import AttentionGroupSpec, CacheGeometry, RecurrentG
 from milepost.core.plan import SamplingParams
 from milepost.core.request import CacheDomain, MediaSpan
 from milepost.errors import RequestError
+from milepost.sim.drafting import DraftingConfig, draw_drafting
 from milepost.sim.fakes import WorkerFaults
 from milepost.sim.model import FingerprintModel
 from milepost.sim.shelf import Shelf, ShelfTraffic
@@ -56,6 +57,7 @@ class SwarmConfig:
     vocab_size: int = 4
     has_domains: bool = False
     has_media: bool = False
+    drafting: DraftingConfig = field(default_factory=DraftingConfig)
 
 
 def wild_weights(rng: Random, names: tuple[str, ...], always: frozenset[str]) -> dict[str, float]:
@@ -127,6 +129,7 @@ def draw_config(rng: Random, *, with_faults: bool = True) -> SwarmConfig:
         vocab_size=rng.choice((2, 4, 50)),
         has_domains=rng.random() < 0.2,
         has_media=rng.random() < 0.2,
+        drafting=draw_drafting(rng),
     )
 
 
@@ -171,6 +174,7 @@ class Swarm:
             faults=random_faults(rng, self.config.fault_rates),
             checks=checks,
             model=before.world.worker.model if before else FingerprintModel(self.config.vocab_size),
+            drafting=self.config.drafting,
         )
         self.traffic: ShelfTraffic = ShelfTraffic(
             self.world, before.traffic.shelf if before else Shelf(), rng

@@ -19,6 +19,7 @@ from milepost.core.units import floor_to, is_multiple
 from milepost.errors import MilepostError, WorkerError
 from milepost.sim.contents import ContentsCheck
 from milepost.sim.cost import CostModel
+from milepost.sim.drafting import DraftingConfig
 from milepost.sim.fakes import WorkerFaults
 from milepost.sim.fingerprint import FingerprintWorker
 from milepost.sim.losses import LossBook
@@ -60,6 +61,7 @@ class World:
 
     Args:
         scheduler: the core under test; built from the three configurations if not given.
+        drafting: speculation with a scripted drafter.
     """
 
     def __init__(
@@ -73,10 +75,14 @@ class World:
         checks: Checks | None = None,
         model: FingerprintModel | None = None,
         scheduler: Scheduler | None = None,
+        drafting: DraftingConfig | None = None,
     ) -> None:
         self.geometry = geometry
         self.scheduler = scheduler if scheduler is not None else Scheduler(geometry, cache, config)
         self.worker = FingerprintWorker(geometry, budget_bytes=cache.cache_bytes, model=model, faults=faults)
+        if drafting is not None:
+            planner = drafting.planner(self.worker.truth, self.worker.model.vocab_size)
+            self.scheduler.drafts = planner
         self.cost = cost if cost is not None else CostModel()
         self.checks = checks if checks is not None else Checks()
         self.promises = PromiseBook(geometry.match_unit)

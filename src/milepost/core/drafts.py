@@ -1,0 +1,146 @@
+"""Speculation: how many drafts a decode step carries, the records they need, and what came of them.
+
+Drafts never decide anything. They are rows a worker computes on suspicion; what is sampled, published
+and kept is what a run without them would have sampled, published and kept. So drafts take no memory by
+preemption, cross a boundary only if its checkpoint can be written on the way, and end where the answer
+could end.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from milepost.core import reasons
+from milepost.core.chunking import is_legal_export
+from milepost.core.hashing import token_bytes
+from milepost.core.lease import Lease, Reservation
+from milepost.core.metrics import CacheCounters
+from milepost.core.plan import ChunkPlan, ChunkResult
+from milepost.core.ports import Drafter
+from milepost.core.prefix_cache import PrefixCache
+from milepost.core.request import DraftRecord, Request
+from milepost.core.speculation import DraftLengths, FixedLength
+from milepost.core.units import ceil_div, ceil_to, floor_div
+
+
+class DraftPlanner:
+    """Adds drafts to decode chunks.
+
+    Args:
+        num_draft_tokens: most drafts per request and step.
+        lengths: how many of them are worth it; all of them by default.
+    """
+
+    def __init__(
+        self, drafter: Drafter, num_draft_tokens: int, lengths: DraftLengths | FixedLength | None = None
+    ) -> None:
+        self.drafter = drafter
+        self.num_draft_tokens = num_draft_tokens
+        self.lengths = lengths if lengths is not None else FixedLength()
+        self._spare_rows = 0
+        self._num_decoding = 0
+        self._now = 0.0
+
+    def begin_step(self, budget_rows: int, num_decoding: int, now: float) -> None:
+        """Drafts may take half of the rows that the decoding requests leave.
+
+        Args:
+            budget_rows: rows of the step.
+            num_decoding: requests that decode in it.
+        """
+        self._spare_rows = floor_div(max(0, budget_rows - num_decoding), 2)
+        self._num_decoding = num_decoding
+        self._now = now
+
+    def plan(self, cache: PrefixCache, request: Request, reservation: Reservation) -> bytes:
+        """Drafts for the next decode chunk of `request`, uint32 LE, and the records they need besides.
+
+        They stop short of the last token the request may generate and of any token that would end it:
+        both are sampled but never processed, with or without drafts.
+
+        Args:
+            reservation: of the chunk without drafts, confirmed; gets the pages of the drafts as well.
+        """
+        room = min(
+            self.num_draft_tokens, self._spare_rows, request.max_tokens - request.num_output_tokens - 1
+        )
+        if room < 1 or not request.uses_drafts:
+            return b""
+        if request.drafting is None:
+            request.drafting = DraftRecord(acceptance=self.lengths.first_acceptance)
+        room = min(room, self.lengths.choose(request.drafting, self.num_draft_tokens, self._num_decoding))
+        drafts = self._proposed(request, room)
+        if not drafts:
+            return b""
+        end = self._reserve(cache, request, reservation, request.num_tokens + len(drafts))
+        drafts = drafts[: max(0, end - request.num_tokens)]
+        self._spare_rows -= len(drafts)
+        return token_bytes(drafts)
+
+    def _proposed(self, request: Request, max_drafts: int) -> array[int]:
+        if max_drafts < 1:
+            return array("I")
+        drafts = array("I", self.drafter.propose(request.request_id, request.tokens, max_drafts))[:max_drafts]
+        stop = next((at for at, token in enumerate(drafts) if token in request.stop_ids), len(drafts))
+        return drafts[:stop]
+
+    def _reserve(self, cache: PrefixCache, request: Request, reservation: Reservation, end: int) -> int:
+        """Records for rows up to position `end`; returns up to where they can be had.
+
+        Pages up to the last row, a running slot apart from the one the chunk starts from, and a slot for
+        every boundary that drafts may cross.
+        """
+        lease, start, unit = request.held_lease, request.num_processed, cache.match_unit
+        if lease.page_tables and ceil_div(end, unit) > lease.num_units:
+            pages = cache.take_pages(lease, ceil_div(end, unit), self._now)
+            if pages is None:
+                end = lease.num_units * unit
+            else:
+                reservation.new_pages = [[*a, *b] for a, b in zip(reservation.new_pages, pages, strict=True)]
+        if not cache.recurrent:
+            return end
+        boundaries = range(ceil_to(start + 1, unit), end, unit) if lease.is_caching else range(0)
+        alignment = cache.geometry.checkpoint_alignment
+        for boundary in boundaries:
+            if not is_legal_export(start, end, boundary, unit, alignment):
+                end = boundary
+                break
+        if end <= start + 1 or not _part(cache, lease, reservation, self._now):
+            return start + 1
+        for boundary in boundaries:
+            if boundary >= end:
+                break
+            slots = cache.take_slots(self._now, may_evict=True)
+            if slots is None:
+                return boundary
+            lease.exports[boundary] = (slots, reasons.DECODE)
+        return end
+
+    def settle(
+        self, counters: CacheCounters, request: Request, chunk: ChunkPlan, result: ChunkResult
+    ) -> None:
+        """Count the drafts of a step that happened."""
+        record = request.drafting
+        if record is None or not chunk.num_drafts:
+            return
+        num_accepted = result.end - chunk.end
+        record.num_drafts += 1
+        record.num_draft_tokens += chunk.num_drafts
+        record.num_accepted_tokens += num_accepted
+        self.lengths.learn(record, chunk.num_drafts, num_accepted)
+        if request.is_counted:
+            counters.num_drafts += 1
+            counters.num_draft_tokens += chunk.num_drafts
+            counters.num_accepted_draft_tokens += num_accepted
+            counters.accepted_drafts_by_position.update(range(num_accepted))
+
+
+def _part(cache: PrefixCache, lease: Lease, reservation: Reservation, now: float) -> bool:
+    """Let `lease` write another slot than the one it starts from; False if there is none."""
+    if lease.running != reservation.initial:
+        return True
+    slots = cache.take_slots(now, may_evict=True)
+    if slots is None:
+        return False
+    lease.previous, lease.running = lease.running, slots
+    return True
