@@ -44,6 +44,7 @@ chunks = st.builds(
     output_position=ints,
     captures_logits=st.booleans(),
     allowed_tokens=st.binary(max_size=8),
+    draft_tokens=st.binary(max_size=16),
 )
 started = st.builds(
     messages.WorkerRequest,

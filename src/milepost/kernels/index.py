@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,26 @@ class AttentionIndex:
     write_offsets: torch.Tensor
 
 
+class MixerRecord:
+    """What recurrent mixers read at some rows of a step, kept so that some of these can be run again.
+
+    Attributes:
+        rows: int64, the rows of the step that are kept.
+    """
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+        self._inputs: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def keep(self, layer: int, inputs: Iterable[torch.Tensor]) -> None:
+        """Copies the rows of every input of a layer; buffers of kernels live only until the next call."""
+        self._inputs[layer] = tuple(x.index_select(0, self.rows) for x in inputs)
+
+    def take(self, layer: int, kept: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The inputs of a layer again; `kept` int64 counts within `rows`."""
+        return tuple(x.index_select(0, kept) for x in self._inputs[layer])
+
+
 @dataclass(frozen=True, slots=True)
 class StateExportIndex:
     """The state after `offset` rows of sequence `sequence` (1 <= offset <= its length)."""
@@ -69,6 +90,8 @@ class RecurrentIndex:
         extended_write_rows: int64 [(sequences + exports) * tail_rows], tails to store.
         single_sequences: sequences of length one; `single_rows` int64 are their rows and
             `single_indices` int64 their numbers.
+        token_by_token: sequences whose rows go through the roundings that single rows would.
+        record: keeps the inputs of rows that may have to be run again; None = nothing to keep.
     """
 
     spans: tuple[RowSpan, ...]
@@ -83,3 +106,5 @@ class RecurrentIndex:
     single_sequences: tuple[int, ...]
     single_rows: torch.Tensor
     single_indices: torch.Tensor
+    token_by_token: frozenset[int] = frozenset()
+    record: MixerRecord | None = None

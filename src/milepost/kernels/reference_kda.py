@@ -83,6 +83,7 @@ def kda(rows: KdaRows, states: torch.Tensor, index: RecurrentIndex) -> torch.Ten
                 initial[sequence],
                 position=span.position,
                 export_offsets=[offset for offset, _ in exports],
+                token_by_token=sequence in index.token_by_token,
             )
             result[span.first_row : span.end_row] = out
             written[sequence] = final
@@ -113,16 +114,18 @@ def kda_sequence(
     *,
     position: int,
     export_offsets: Sequence[int] = (),
+    token_by_token: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """One sequence of T rows that starts at absolute `position`; `initial` [H, K, V] is not changed.
 
     Args:
         export_offsets: numbers of rows, each in [1, T], after which the state is wanted.
+        token_by_token: whatever the length.
 
     Returns:
         o [T, H, V], the state after the last row, and the exported states.
     """
-    if rows.q.shape[0] <= MAX_RECURRENT_TOKENS:
+    if token_by_token or rows.q.shape[0] <= MAX_RECURRENT_TOKENS:
         return kda_recurrent(rows, initial, export_offsets=export_offsets)
     return kda_chunk(rows, initial, position=position, export_offsets=export_offsets)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from milepost.kernels.index import RecurrentIndex
+from milepost.kernels.index import MixerRecord, RecurrentIndex
 from milepost.kernels.reference_gdn import GdnInputs, GdnParams
 from milepost.models.inputs import CacheFields
 from milepost.models.layers import Loader
@@ -53,9 +53,19 @@ class GdnLayer:
         `residual` may be overwritten.
         """
         inputs = GdnInputs(*self._kernels.linear_parts(x, self._inputs))
+        if index.record is not None:
+            index.record.keep(self._layer, inputs)
+        return self._kernels.linear(self._mix(inputs, cache, index), self._out, residual=residual)
+
+    def replay(
+        self, record: MixerRecord, kept: torch.Tensor, cache: CacheFields, index: RecurrentIndex
+    ) -> None:
+        """Moves the states of the sequences once more, over recorded inputs of this layer."""
+        self._mix(GdnInputs(*record.take(self._layer, kept)), cache, index)
+
+    def _mix(self, inputs: GdnInputs, cache: CacheFields, index: RecurrentIndex) -> torch.Tensor:
         tails, states = cache[self._layer, CONV_TAIL_FIELD], cache[self._layer, STATE_MATRIX_FIELD]
-        mixed = self._kernels.gdn_mixer(inputs, self._params, tails, states, index)
-        return self._kernels.linear(mixed, self._out, residual=residual)
+        return self._kernels.gdn_mixer(inputs, self._params, tails, states, index)
 
 
 def _deinterleaved(loader: Loader, hidden_size: int, spec: GdnSpec) -> torch.Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from milepost.kernels.api import Kernels
+from milepost.kernels.index import MixerRecord, RecurrentIndex
 from milepost.kernels.reference_residuals import mix_sources
 from milepost.models.gdn import GdnLayer
 from milepost.models.gqa import GqaLayer
@@ -50,6 +51,13 @@ class DecoderLayer:
             return self._recurrent(normed, residual, cache, inputs.recurrent)
         assert self._attention is not None and inputs.attention is not None
         return self._attention(normed, residual, cache, inputs.attention)
+
+    def replay(
+        self, record: MixerRecord, kept: torch.Tensor, index: RecurrentIndex, cache: CacheFields
+    ) -> None:
+        """Moves recurrent states over recorded inputs; nothing happens in a layer without any."""
+        if self._recurrent is not None:
+            self._recurrent.replay(record, kept, cache, index)
 
     def feed(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """residual + mlp(norm(x)); `residual` may be overwritten."""
@@ -161,6 +169,17 @@ class HybridDecoder:
             x = layer.mix(x, x, inputs, cache)
             x = layer.feed(x, x)
         return x
+
+    def replay(
+        self, record: MixerRecord, kept: torch.Tensor, index: RecurrentIndex, cache: CacheFields
+    ) -> None:
+        """Moves the recurrent states of all layers over inputs a pass has recorded, and nothing else.
+
+        Args:
+            kept: int64, numbers within `record.rows`, one per row of `index`.
+        """
+        for layer in self._layers:
+            layer.replay(record, kept, index, cache)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 [M, vocabulary] of rows [M, D] of `forward`."""

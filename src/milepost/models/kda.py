@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from milepost.kernels.api import KdaInputs, KdaParams
-from milepost.kernels.index import RecurrentIndex
+from milepost.kernels.index import MixerRecord, RecurrentIndex
 from milepost.models.inputs import CacheFields
 from milepost.models.layers import Loader
 from milepost.models.layout import CONV_TAIL_FIELD, STATE_MATRIX_FIELD
@@ -60,9 +60,19 @@ class KdaLayer:
         if self._gate is not None:
             gate = ops.linear(gate, self._gate)
         inputs = KdaInputs(raw, ops.linear(decay_in, self._decay), beta, gate)
+        if index.record is not None:
+            index.record.keep(self._layer, inputs)
+        return ops.linear(self._mix(inputs, cache, index), self._out, residual=residual)
+
+    def replay(
+        self, record: MixerRecord, kept: torch.Tensor, cache: CacheFields, index: RecurrentIndex
+    ) -> None:
+        """Moves the states of the sequences once more, over recorded inputs of this layer."""
+        self._mix(KdaInputs(*record.take(self._layer, kept)), cache, index)
+
+    def _mix(self, inputs: KdaInputs, cache: CacheFields, index: RecurrentIndex) -> torch.Tensor:
         tails, states = cache[self._layer, CONV_TAIL_FIELD], cache[self._layer, STATE_MATRIX_FIELD]
-        mixed = ops.kda_mixer(inputs, self._params, tails, states, index)
-        return ops.linear(mixed, self._out, residual=residual)
+        return self._kernels.kda_mixer(inputs, self._params, tails, states, index)
 
 
 def _decay_log(loader: Loader, spec: KdaSpec) -> torch.Tensor:

@@ -11,7 +11,13 @@ import torch
 from milepost.core.geometry import CacheGeometry
 from milepost.core.plan import ZERO_STATE, ChunkPlan, StepPlan
 from milepost.errors import WorkerError
-from milepost.kernels.index import AttentionIndex, RecurrentIndex, RowSpan, StateExportIndex
+from milepost.kernels.index import (
+    AttentionIndex,
+    MixerRecord,
+    RecurrentIndex,
+    RowSpan,
+    StateExportIndex,
+)
 from milepost.models.inputs import StepInputs
 from milepost.models.layout import CONV_TAIL_FIELD, CacheLayout
 
@@ -58,12 +64,15 @@ class Batch:
     """A step as tensors.
 
     Attributes:
-        head_chunks: numbers of the chunks whose last row needs logits, and `head_rows` int64 these rows.
+        head_chunks: numbers of the chunks whose last row needs logits, as do those of drafts behind it.
+        head_rows: int64, all these rows; chunk by chunk, `1 + num_drafts` of each.
+        spans: rows of every chunk.
     """
 
     inputs: StepInputs
     head_chunks: tuple[int, ...]
     head_rows: torch.Tensor
+    spans: tuple[RowSpan, ...]
 
 
 def build_batch(
@@ -86,6 +95,7 @@ def build_batch(
     """
     spans = _row_spans(plan.chunks)
     token_ids = torch.cat([_token_ids(chunk, vocab_size) for chunk in plan.chunks])
+    record = _record(plan.chunks, spans)
     attention = [
         _attention_index(plan.chunks, spans, page_tables, group, geometry.match_unit, num_records[group])
         for group in range(geometry.num_attention_groups)
@@ -97,6 +107,7 @@ def build_batch(
             group,
             _tail_rows(layout, group),
             num_records[geometry.num_attention_groups + group],
+            record,
         )
         for group in range(geometry.num_recurrent_groups)
     ]
@@ -110,8 +121,71 @@ def build_batch(
             recurrent[0] if recurrent else None,
         ),
         head_chunks=heads,
-        head_rows=torch.tensor([spans[number].end_row - 1 for number in heads], dtype=torch.int64),
+        head_rows=torch.tensor(
+            [
+                row
+                for number in heads
+                for row in range(
+                    spans[number].end_row - 1 - plan.chunks[number].num_drafts, spans[number].end_row
+                )
+            ],
+            dtype=torch.int64,
+        ),
+        spans=spans,
     )
+
+
+def _record(chunks: Sequence[ChunkPlan], spans: Sequence[RowSpan]) -> MixerRecord | None:
+    """Keeps the rows of chunks with drafts."""
+    drafted = [span for chunk, span in zip(chunks, spans, strict=True) if chunk.num_drafts]
+    if not drafted:
+        return None
+    return MixerRecord(torch.cat([torch.arange(span.first_row, span.end_row) for span in drafted]))
+
+
+def replay_index(
+    plan: StepPlan,
+    layout: CacheLayout,
+    geometry: CacheGeometry,
+    num_valid: Mapping[int, int],
+) -> tuple[torch.Tensor, list[RecurrentIndex]]:
+    """How the states of chunks whose drafts were not all accepted come about.
+
+    They start again where the chunk started and run over the rows that count.
+
+    Args:
+        num_valid: number of a chunk with drafts -> rows of it that count, at least 1.
+
+    Returns:
+        int64 numbers of these rows within the step's `MixerRecord`, and per recurrent group the index.
+    """
+    kept: list[torch.Tensor] = []
+    spans: list[RowSpan] = []
+    chunks: list[ChunkPlan] = []
+    first = row = 0
+    for number, chunk in enumerate(plan.chunks):
+        if not chunk.num_drafts:
+            continue
+        if number in num_valid:
+            count = num_valid[number]
+            kept.append(torch.arange(first, first + count))
+            spans.append(RowSpan(row, row + count, chunk.start))
+            chunks.append(chunk)
+            row += count
+        first += chunk.last_row_end - chunk.start
+    indices = [
+        _index_of_states(
+            tuple(spans),
+            [chunk.initial_slots[group] for chunk in chunks],
+            [chunk.running_slots[group] for chunk in chunks],
+            [],
+            _tail_rows(layout, group),
+            frozenset(range(len(spans))),
+            None,
+        )
+        for group in range(geometry.num_recurrent_groups)
+    ]
+    return torch.cat(kept), indices
 
 
 def _row_spans(chunks: Sequence[ChunkPlan]) -> tuple[RowSpan, ...]:
@@ -122,7 +196,7 @@ def _row_spans(chunks: Sequence[ChunkPlan]) -> tuple[RowSpan, ...]:
             raise WorkerError(
                 f"request {chunk.request_id}: chunk [{chunk.start}, {chunk.end}) is empty or negative"
             )
-        spans.append(RowSpan(row, row + chunk.end - chunk.start, chunk.start))
+        spans.append(RowSpan(row, row + chunk.last_row_end - chunk.start, chunk.start))
         row = spans[-1].end_row
     return tuple(spans)
 
@@ -133,6 +207,7 @@ def _token_ids(chunk: ChunkPlan, vocab_size: int) -> torch.Tensor:
         raise WorkerError(
             f"request {chunk.request_id}: {len(ids)} token ids for positions [{chunk.start}, {chunk.end})"
         )
+    ids.frombytes(chunk.draft_tokens)
     if max(ids) >= vocab_size:
         raise WorkerError(
             f"request {chunk.request_id}: token id {max(ids)} is outside of vocabulary {vocab_size}"
@@ -153,14 +228,15 @@ def _attention_index(
     offsets = []
     for chunk in chunks:
         table = page_tables[chunk.request_id][group]
-        needed = -(-chunk.end // match_unit)
+        needed = -(-chunk.last_row_end // match_unit)
         if len(table) < needed:
             raise WorkerError(
-                f"request {chunk.request_id}: {chunk.end} tokens need {needed} pages, not {len(table)}"
+                f"request {chunk.request_id}: {chunk.last_row_end} tokens need {needed} pages, "
+                f"not {len(table)}"
             )
         pages = table.pages(needed)
         tables.append(pages)
-        positions = torch.arange(chunk.start, chunk.end)
+        positions = torch.arange(chunk.start, chunk.last_row_end)
         write_pages.append(pages.index_select(0, positions // match_unit))
         offsets.append(positions % match_unit)
     written = torch.cat(write_pages)
@@ -178,17 +254,22 @@ def _tail_rows(layout: CacheLayout, group: int) -> int:
 
 
 def _recurrent_index(
-    chunks: Sequence[ChunkPlan], spans: tuple[RowSpan, ...], group: int, tail_rows: int, num_slots: int
+    chunks: Sequence[ChunkPlan],
+    spans: tuple[RowSpan, ...],
+    group: int,
+    tail_rows: int,
+    num_slots: int,
+    record: MixerRecord | None,
 ) -> RecurrentIndex:
     exports: list[StateExportIndex] = []
     export_slots: list[int] = []
     for sequence, chunk in enumerate(chunks):
         previous = 0
         for export in chunk.exports:
-            if not previous < export.offset <= chunk.end - chunk.start:
+            if not previous < export.offset <= spans[sequence].length:
                 raise WorkerError(
                     f"request {chunk.request_id}: export offsets must ascend within "
-                    f"[1, {chunk.end - chunk.start}], got {[e.offset for e in chunk.exports]}"
+                    f"[1, {spans[sequence].length}], got {[e.offset for e in chunk.exports]}"
                 )
             if export.position != chunk.start + export.offset:
                 raise WorkerError(
@@ -199,9 +280,31 @@ def _recurrent_index(
             exports.append(StateExportIndex(sequence, export.offset))
             export_slots.append(export.slots[group])
     initial = [chunk.initial_slots[group] for chunk in chunks]
-    write_slots = [chunk.running_slots[group] for chunk in chunks] + export_slots
-    _check_slots(group, initial, write_slots, num_slots)
+    running = [chunk.running_slots[group] for chunk in chunks]
+    _check_slots(group, initial, running + export_slots, num_slots)
+    for chunk in chunks:
+        if chunk.num_drafts and chunk.initial_slots[group] == chunk.running_slots[group]:
+            raise WorkerError(
+                f"request {chunk.request_id}: a chunk with drafts needs the state it starts from once more, "
+                f"it cannot run in place in slot {chunk.running_slots[group]}"
+            )
+    drafted = frozenset(number for number, chunk in enumerate(chunks) if chunk.num_drafts)
+    written = list(zip(exports, export_slots, strict=True))
+    return _index_of_states(spans, initial, running, written, tail_rows, drafted, record)
 
+
+def _index_of_states(
+    spans: tuple[RowSpan, ...],
+    initial: Sequence[int],
+    running: Sequence[int],
+    written: Sequence[tuple[StateExportIndex, int]],
+    tail_rows: int,
+    token_by_token: frozenset[int],
+    record: MixerRecord | None,
+) -> RecurrentIndex:
+    """Index over checked slots; `written`: exports and their slots, ascending."""
+    exports = [export for export, _ in written]
+    write_slots = [*running, *(slot for _, slot in written)]
     raw_rows, tails, bases = [], [], []
     for sequence, span in enumerate(spans):
         base = span.first_row + sequence * tail_rows
@@ -216,10 +319,7 @@ def _recurrent_index(
         spans=spans,
         # The running slot stands in where nothing is read: it gets written, so no other record is mapped.
         initial_slots=torch.tensor(
-            [
-                chunk.running_slots[group] if slot == ZERO_STATE else slot
-                for chunk, slot in zip(chunks, initial, strict=True)
-            ],
+            [own if slot == ZERO_STATE else slot for own, slot in zip(running, initial, strict=True)],
             dtype=torch.int64,
         ),
         starts_at_zero=torch.tensor(starts_at_zero),
@@ -232,6 +332,8 @@ def _recurrent_index(
         single_sequences=singles,
         single_rows=torch.tensor([spans[sequence].first_row for sequence in singles], dtype=torch.int64),
         single_indices=torch.tensor(singles, dtype=torch.int64),
+        token_by_token=token_by_token,
+        record=record,
     )
 
 

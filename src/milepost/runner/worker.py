@@ -21,9 +21,10 @@ from milepost.core.plan import (
 )
 from milepost.errors import WorkerError
 from milepost.models.loading import LoadedModel
-from milepost.runner.batch import Batch, PageTable, build_batch
+from milepost.runner.batch import Batch, PageTable, build_batch, replay_index
 from milepost.runner.pools import PoolSet
-from milepost.runner.sampler import SamplingRow, TokenHistory, sample, unpacked_row
+from milepost.runner.sampler import SamplingRow, TokenHistory, sample
+from milepost.runner.verify import num_accepted, sampling_rows
 
 
 @dataclass(slots=True)
@@ -168,12 +169,11 @@ class TorchWorker:
             return StepResult(plan.step_id, [])
         batch, hidden = self.hidden_states(plan)
         results: dict[int, ChunkResult] = {
-            number: ChunkResult(
-                chunk.request_id, chunk.end, [export.position for export in chunk.exports], []
-            )
+            number: ChunkResult(chunk.request_id, chunk.end, [], [])
             for number, chunk in enumerate(plan.chunks)
         }
         failed = self._add_heads(plan, batch, hidden, results)
+        self._settle_drafts(plan, batch, results)
         error = None
         if failed:
             names = ", ".join(str(plan.chunks[number].request_id) for number in failed)
@@ -188,28 +188,52 @@ class TorchWorker:
             return []
         logits = self._model.decoder.logits(hidden.index_select(0, batch.head_rows))
         finite = torch.isfinite(logits).all(-1).tolist()
-        failed = [number for number, ok in zip(batch.head_chunks, finite, strict=True) if not ok]
-        for number in failed:
-            del results[number]
-        sampling: list[tuple[int, SamplingRow]] = []
-        for lane, number in enumerate(batch.head_chunks):
+        lanes: list[int] = []
+        rows: list[SamplingRow] = []
+        sampling: list[tuple[int, int]] = []
+        lane = 0
+        for number in batch.head_chunks:
             chunk = plan.chunks[number]
-            if number in results and chunk.captures_logits:
+            if chunk.captures_logits:
                 results[number].logits = logits[lane].numpy().astype("<f4").tobytes()
-            if number in results and chunk.num_samples:
+            num_rows = 1 + chunk.num_drafts
+            if chunk.num_samples:
                 state = self._request(chunk.request_id)
-                allowed = (
-                    unpacked_row(chunk.allowed_tokens, self.vocab_size) if chunk.allowed_tokens else None
-                )
-                row = SamplingRow(state.sampling, chunk.output_position, state.history, allowed)
-                sampling.append((lane, row))
-        if not sampling:
-            return failed
-        lanes = [lane for lane, _ in sampling]
-        rows = [row for _, row in sampling]
-        tokens = sample(logits if len(lanes) == logits.shape[0] else logits[lanes], rows)
-        for lane, row, token in zip(lanes, rows, tokens, strict=True):
-            results[batch.head_chunks[lane]].sampled.append(token)
-            if row.history is not None:
-                row.history.output[token.token_id] += 1
+                rows += sampling_rows(chunk, state.sampling, state.history, self.vocab_size)
+                lanes += range(lane, lane + num_rows)
+            sampling.append((number, lane))
+            lane += num_rows
+        tokens = iter(
+            sample(logits if len(lanes) == logits.shape[0] else logits[lanes], rows) if rows else ()
+        )
+        failed = []
+        for number, lane in sampling:
+            chunk, result = plan.chunks[number], results[number]
+            sampled = [next(tokens) for _ in range(1 + chunk.num_drafts)] if chunk.num_samples else []
+            count = num_accepted(chunk, sampled)
+            if not all(finite[lane : lane + 1 + count]):
+                failed.append(number)
+                del results[number]
+                continue
+            result.end += count
+            result.sampled = sampled[: 1 + count] if chunk.num_samples else []
+            history = self._request(chunk.request_id).history
+            if history is not None:
+                history.output.update(token.token_id for token in result.sampled)
         return failed
+
+    def _settle_drafts(self, plan: StepPlan, batch: Batch, results: dict[int, ChunkResult]) -> None:
+        """Acknowledges exports, and makes running states summarise what was accepted and nothing else."""
+        num_valid = {}
+        for number, result in results.items():
+            chunk = plan.chunks[number]
+            result.exported_positions = [
+                export.position for export in chunk.exports if export.position <= result.end
+            ]
+            if result.end < chunk.last_row_end:
+                num_valid[number] = result.end - chunk.start
+        inputs = batch.inputs.recurrent
+        if not num_valid or inputs is None or inputs.record is None:
+            return
+        kept, indices = replay_index(plan, self._model.layout, self._geometry, num_valid)
+        self._model.decoder.replay(inputs.record, kept, indices[0], self.pools.fields)
