@@ -114,6 +114,8 @@ def serve(
     kv_load_policy: opt.LoadPolicy = "auto",
     verify_weights: opt.VerifyWeights = False,
     kv_events_config: opt.KvEvents = None,
+    chat_template: opt.ChatTemplateFile = None,
+    generation_config: opt.GenerationConfig = "auto",
     config: opt.ConfigFile = None,
 ) -> None:
     """Serve a model over the OpenAI API."""
@@ -136,6 +138,8 @@ def serve(
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
         max_queued_requests=max_queued_requests if max_queued_requests >= 0 else None,
+        chat_template=chat_template,
+        generation_config=generation_config,
         stores=opt.store_options(
             kv_store=kv_store,
             persist=persist,

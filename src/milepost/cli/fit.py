@@ -109,6 +109,10 @@ def settings_line(model: ServingModel, options: ServingOptions, server: ServerOp
     parts.append("no request timeout" if timeout is None else f"request timeout {timeout:g} s")
     parts.append(f"bodies up to {format_size(server.max_body_bytes)}")
     parts.append(f"{server.drain_seconds:g} s to drain")
+    defaults = model.defaults.described()
+    parts.append(
+        f"sampling defaults of the model: {defaults}" if defaults else "no sampling defaults of the model"
+    )
     num_keys = len(server.api_keys) + len(server.admin_api_keys)
     caches = "one cache for all" if server.share_prefix_across_keys else "a cache for each"
     parts.append(f"{num_keys} API keys with {caches}" if num_keys else "no API key needed")

@@ -169,6 +169,18 @@ KvEvents = Annotated[
         help='Publish cache events for routers: JSON such as {"endpoint": "tcp://127.0.0.1:5557"}.',
     ),
 ]
+ChatTemplateFile = Annotated[
+    Path | None,
+    typer.Option("--chat-template", help="File with a Jinja chat template. Default: the model's own."),
+]
+GenerationConfig = Annotated[
+    str,
+    typer.Option(
+        "--generation-config",
+        help="Where defaults of temperature, top_p and the like come from: auto = the model's "
+        "generation_config.json, none, or a path.",
+    ),
+]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(

@@ -93,12 +93,19 @@ class ChatRenderer:
         )
 
     @classmethod
-    def from_directory(cls, directory: Path, tokenizer: Tokenizer) -> ChatRenderer:
+    def from_directory(
+        cls, directory: Path, tokenizer: Tokenizer, template_file: Path | None = None
+    ) -> ChatRenderer:
         """With the template found in a model directory, or the one built in for its family.
+
+        Args:
+            template_file: used instead of either.
 
         Raises:
             CheckpointFileError: a template that is none, or control tokens it needs are not named.
         """
+        if template_file is not None:
+            return cls(tokenizer, ChatTemplates.from_file(template_file, tokenizer.named_tokens))
         templates = ChatTemplates.from_directory(directory, tokenizer.settings, tokenizer.named_tokens)
         return cls(tokenizer, templates or built_in_templates(directory, tokenizer))
 

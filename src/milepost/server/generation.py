@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -160,7 +160,9 @@ def begin(
     model = service.model
     n = checked_choices(body.n, len(prompts))
     stop = checked_stop(body.stop)
-    options = body.sampling_options(num_logprobs)
+    options = model.defaults.applied(body.sampling_options(num_logprobs))
+    if limit.default is None:
+        limit = replace(limit, default=model.defaults.max_tokens)
     seed = model.seeds.next() if body.seed is None else body.seed
     caller = caller_of(request)
     domain = cache_domain(body.cache_salt, caller.key, is_separate=caller.is_separate)
