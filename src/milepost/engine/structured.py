@@ -17,8 +17,9 @@ from milepost.engine.constraints import packed_bits
 from milepost.engine.tokenizer import Tokenizer
 from milepost.errors import RequestError
 
-WHITESPACE = "[ \\t\\n\\r]{0,32}"
-"""Between the tokens of JSON. Bounded: a model that finds nothing better writes line breaks for ever."""
+WHITESPACE = "( |\\r?\\n[ \\t]{0,40})?"
+"""Between the tokens of JSON: a space, or a line break and indentation. A model that finds nothing better
+writes white space for ever where it may."""
 KEPT_GRAMMARS = 64
 BODY = "body"
 """Name of the grammar of the answer proper inside of what a chat format writes around it."""
@@ -201,7 +202,8 @@ class GuidedAnswer:
             return b""
         if self._begin is None:
             return self._unguided
-        mask: bytes = self._matcher.compute_bitmask()
+        # The library's row may have a word more than the vocabulary.
+        mask: bytes = self._matcher.compute_bitmask()[: len(self._unguided)]
         if self._matcher.is_error() or not any(mask):
             self.failure = _first_line(self._matcher.get_error()) or "no token can follow"
             return b""
