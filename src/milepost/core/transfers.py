@@ -57,6 +57,10 @@ class TransferCost:
         return self.seconds_per_load + num_bytes * self.seconds_per_byte
 
 
+ANY_COST = TransferCost(seconds_per_token=1.0, seconds_per_byte=0.0, seconds_per_load=0.0)
+"""Of whoever wants everything there is, however long it takes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outlook:
     """What a waiting request would reuse now, and what a store could add.
