@@ -11,6 +11,7 @@ from rich.console import Console
 
 from milepost import __version__
 from milepost.cli import options as opt
+from milepost.cli.cache import app as cache_app
 from milepost.config import DEFAULT_MATCH_UNIT, SchedulerConfig
 from milepost.errors import ConfigError, MilepostError, RequestError
 
@@ -21,6 +22,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(cache_app)
 
 EXTRAS = {
     "torch": "cpu", "safetensors": "cpu", "numpy": "cpu", "tokenizers": "cpu",

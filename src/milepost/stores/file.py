@@ -97,8 +97,8 @@ class FileStore(ObjectStore):
 
     @property
     def used_bytes(self) -> int:
-        """What the folder's files take, as far as this process knows."""
-        return self._folder.total_bytes
+        """What the folder's files take, those of other processes included."""
+        return self._folder.peek_total_bytes()
 
     def path_of(self, key: bytes) -> Path:
         """Where the segment that ends at `key` is, if it is there."""
