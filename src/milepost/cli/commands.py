@@ -125,6 +125,7 @@ def serve(
     from milepost.cli.serve import serve_model
 
     options = opt.serving_options(
+        model=model,
         cache_bytes=cache_bytes,
         prefix_match_unit=prefix_match_unit,
         prefix_cache_retention_interval=prefix_cache_retention_interval,
@@ -181,6 +182,7 @@ def chat(
     from milepost.cli.chat import chat_with_model
 
     options = opt.serving_options(
+        model=model,
         cache_bytes=cache_bytes,
         prefix_match_unit=prefix_match_unit,
         enable_prefix_caching=enable_prefix_caching,
@@ -209,7 +211,7 @@ def complete(
     from milepost.cli.complete import complete_text
 
     options = opt.serving_options(
-        cache_bytes=cache_bytes, max_model_len=max_model_len, dtype=dtype, seed=seed
+        model=model, cache_bytes=cache_bytes, max_model_len=max_model_len, dtype=dtype, seed=seed
     )
     complete_text(
         None if model is None else Path(model), options, prompt,
@@ -234,6 +236,7 @@ def info(
     from milepost.cli.info import show_info
 
     options = opt.serving_options(
+        model=model,
         cache_bytes=cache_bytes,
         prefix_match_unit=prefix_match_unit,
         prefix_cache_retention_interval=prefix_cache_retention_interval,

@@ -12,6 +12,7 @@ from milepost.core.chunking import effective_spacing
 from milepost.core.geometry import CacheGeometry
 
 if TYPE_CHECKING:
+    from milepost.engine.memory import MemoryPlan
     from milepost.engine.serving import ServingModel, ServingOptions
     from milepost.server.options import ServerOptions
 
@@ -72,6 +73,13 @@ def fit_line(fit: Fit, cache: CacheConfig) -> str:
         )
         parts.append(f"smallest prompt that can hit: {fit.smallest_hit_prompt} tokens")
     return "; ".join(parts)
+
+
+def memory_line(plan: MemoryPlan) -> str:
+    """What is going to be taken of the machine's memory, and what may be."""
+    parts = [f"{name} {format_size(size)}" for name, size in plan.parts().items() if size]
+    limit = f"{format_size(plan.limit.num_bytes)} ({plan.limit.source})"
+    return f"memory: {', '.join(parts)}; {format_size(plan.total)} of {limit}"
 
 
 def interval_text(fit: Fit) -> str:

@@ -31,6 +31,7 @@ from milepost.errors import ConfigError
 
 if TYPE_CHECKING:
     from milepost.engine.kv_publisher import ZmqPublisher
+    from milepost.engine.memory import MemoryPlan
     from milepost.models.description import ModelDescription
 
 EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "assets" / "milepost-tiny"
@@ -209,6 +210,7 @@ def load_serving_model(
     description = describe(path, dtype=options.dtype)
     geometry = description.layout.geometry(options.match_unit)
     max_model_len = check_budget(geometry, cache, description.max_model_len, options.max_model_len)
+    planned_memory(path, description, options).check()
     config = SchedulerConfig(options.max_num_batched_tokens, options.max_num_seqs, max_model_len)
     tokenizer = Tokenizer.from_directory(path)
     if tokenizer.vocab_size > description.vocab_size:
@@ -256,6 +258,22 @@ def load_serving_model(
         exactness=promise.text,
         defaults=defaults,
         events=connect_events(engine, options.stores, options.match_unit),
+    )
+
+
+def planned_memory(directory: Path, about: ModelDescription, options: ServingOptions) -> MemoryPlan:
+    """What serving it with these options takes."""
+    from milepost.engine.memory import memory_plan
+
+    return memory_plan(
+        directory,
+        about,
+        cache_bytes=options.cache_bytes,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_seqs=options.max_num_seqs,
+        store_bytes=sum(
+            address.budget_bytes or 0 for address in options.stores.addresses() if address.kind == "memory"
+        ),
     )
 
 
