@@ -124,12 +124,17 @@ class ChatRun:
                 yield choice, delta, parts
 
     @property
-    def num_reasoning_tokens(self) -> list[int]:
-        """Of every choice: tokens before its content or first call, if it thinks."""
-        return [
-            number if answer.reasoning else 0
-            for number, answer in zip(self._num_silent_tokens, self.answers, strict=True)
-        ]
+    def num_reasoning_tokens(self) -> int:
+        """Tokens before content or the first call, of the choices that think."""
+        numbers = zip(self._num_silent_tokens, self.answers, strict=True)
+        return sum(number for number, answer in numbers if answer.reasoning)
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts so far, as the chat API has them."""
+        usage = self.generation.usage()
+        if self.num_reasoning_tokens:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning_tokens}
+        return usage
 
     def _parts(self, index: int, delta: OutputDelta) -> list[Part]:
         parser = self._parsers[index]
