@@ -83,8 +83,11 @@ class Evictor:
         """Free the checkpoint of a node whose only lease does not need it; its pages stay."""
         self._free_state(node, "merge")
 
-    def drop_subtree(self, root: Node) -> int:
+    def drop_subtree(self, root: Node, move: str = "condemned") -> int:
         """Drop `root` and everything behind it, whatever its value; returns the checkpoints dropped.
+
+        Args:
+            move: under which the evictions are counted.
 
         Raises:
             ValueError: a lease still stands in the subtree.
@@ -95,9 +98,9 @@ class Evictor:
         num_checkpoints = 0
         for node in reversed(order):
             if node.states is not None:
-                self._free_state(node, "condemned")
+                self._free_state(node, move)
                 num_checkpoints += 1
-            self._remove_unit(node, "condemned")
+            self._remove_unit(node, move)
         self.counters.evicted_bytes += len(order) * self._unit_bytes
         self.counters.num_evicted_tokens += len(order) * self.geometry.match_unit
         return num_checkpoints
@@ -141,6 +144,10 @@ class Evictor:
                 rank = eviction_rank(self._record(node, now))
                 heappush(self._heap, (rank, self._num_ranked, node, node.last_used))
         self._changed = {}
+
+    def rank(self, node: Node, now: float) -> tuple[bool, float]:
+        """Sort key of a checkpoint: the smallest goes first. Changes nothing."""
+        return eviction_rank(self._record(node, now))
 
     def _record(self, node: Node, now: float) -> SegmentRecord:
         below = self.tree.position_below(node)
