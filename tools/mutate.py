@@ -46,6 +46,7 @@ SWARM = "tests/sim/test_swarm.py"
 """Random worlds of fixed seeds with every check on."""
 LOOKUP = (
     "tests/core/test_groups_and_coordinator.py",
+    "tests/core/test_rule_edges.py",
     "tests/core/test_prefix_cache.py",
     "tests/core/test_explain.py",
     "tests/sim/test_contract_on_milepost.py",
@@ -53,6 +54,7 @@ LOOKUP = (
 )
 CACHE = (
     "tests/core/test_prefix_cache.py",
+    "tests/core/test_losses.py",
     "tests/core/test_eviction.py",
     "tests/core/test_markers_and_conversations.py",
     "tests/core/test_explain.py",
@@ -70,6 +72,7 @@ PLAN: dict[str, tuple[str, ...]] = {
         "tests/core/test_chunking.py",
     ),
     "core/chunking.py": (
+        "tests/core/test_rule_edges.py",
         "tests/core/test_chunking.py",
         "tests/core/test_markers_and_conversations.py",
         "tests/core/test_scheduler.py",
@@ -80,6 +83,7 @@ PLAN: dict[str, tuple[str, ...]] = {
     "core/groups/attention.py": LOOKUP,
     "core/groups/recurrent.py": LOOKUP,
     "core/retention.py": (
+        "tests/core/test_rule_edges.py",
         "tests/core/test_retention.py",
         "tests/core/test_eviction.py",
         SWARM,
@@ -328,7 +332,7 @@ def main() -> int:
     if args.again is not None:
         records = [Verdict(**record) for record in json.loads(args.again.read_text())]
         again = {record.key for record in records if record.outcome in ("survived", "equivalent")}
-    os.nice(10)
+    os.nice(5)
     console = Console()
     verdicts: list[Verdict] = []
     with tempfile.TemporaryDirectory(prefix="milepost-mutants-") as folder:
