@@ -119,6 +119,7 @@ def serve(
     kv_events_config: opt.KvEvents = None,
     chat_template: opt.ChatTemplateFile = None,
     generation_config: opt.GenerationConfig = "auto",
+    log_format: opt.LogFormat = "text",
     config: opt.ConfigFile = None,
 ) -> None:
     """Serve a model over the OpenAI API."""
@@ -162,7 +163,7 @@ def serve(
         admin_api_keys=admin_api_key or [],
         share_prefix_across_keys=share_prefix_across_keys,
     )
-    serve_model(model, options, server_options, host, port)
+    serve_model(model, options, server_options, host, port, log_format)
 
 
 @app.command()

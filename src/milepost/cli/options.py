@@ -183,6 +183,9 @@ GenerationConfig = Annotated[
         "generation_config.json, none, or a path.",
     ),
 ]
+LogFormat = Annotated[
+    str, typer.Option("--log-format", help="text, or json = one object per line, start-up included.")
+]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(

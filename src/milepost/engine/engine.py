@@ -171,6 +171,10 @@ class Engine:
         """Counters as of the end of the current step."""
         return self._call(lambda: _frozen(self._scheduler.stats()))
 
+    def look(self, view: Callable[[Scheduler, float], T]) -> Future[T]:
+        """What `view` makes of the core between two steps; it must change nothing."""
+        return self._call(lambda: view(self._scheduler, self._clock()))
+
     def stats(self) -> CoreStats:
         """The last snapshot, usually at most a tenth of a second old while the engine works; never waits."""
         return self._stats
@@ -459,7 +463,7 @@ class Engine:
         if not answer.request.is_counted:
             return
         record = answer.record(finish_reason, now)
-        request_log.info("%s", record.log_line())
+        request_log.info("%s", record.log_line(), extra={"fields": record.log_fields()})
         for observer in self._observers:
             observer.finished(record)
 

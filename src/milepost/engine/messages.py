@@ -127,23 +127,21 @@ class ReuseExplanation:
         """`reason` without a position: a bounded set, fit for a metric label."""
         return self.reason.partition("@")[0]
 
-    def log_fields(self) -> list[str]:
-        """`name=value` for the request log; `-` stands for none."""
-        matched = ",".join(f"{group}:{number}" for group, number in self.matched_tokens.items())
-        first_divergence = "-" if self.first_divergence is None else self.first_divergence
-        fields = [
-            f"cached_tokens={self.num_cached_tokens}",
-            f"computed_tokens={self.num_computed_tokens}",
-            f"reason={self.reason}",
-            f"matched_tokens={matched or '-'}",
-            f"lost_to_missing_state={self.num_tokens_lost_to_missing_state}",
-            f"limiting_group={self.limiting_group or '-'}",
-            f"first_divergence={first_divergence}",
-        ]
+    def log_fields(self) -> dict[str, Any]:
+        """Names and values for the request log."""
+        fields: dict[str, Any] = {
+            "cached_tokens": self.num_cached_tokens,
+            "computed_tokens": self.num_computed_tokens,
+            "reason": self.reason,
+            "matched_tokens": dict(self.matched_tokens),
+            "lost_to_missing_state": self.num_tokens_lost_to_missing_state,
+            "limiting_group": self.limiting_group,
+            "first_divergence": self.first_divergence,
+        }
         if self.load is not None:
-            fields.append(f"load={self.load.outcome}")
-            fields.append(f"loaded_tokens={self.load.num_tokens}")
-            fields.append(f"load_seconds={self.load.seconds:.4f}")
+            fields["load"] = self.load.outcome
+            fields["loaded_tokens"] = self.load.num_tokens
+            fields["load_seconds"] = round(self.load.seconds, 4)
         return fields
 
     def as_dict(self) -> dict[str, Any]:
@@ -234,17 +232,27 @@ class FinishedRequest:
     time_to_first_token: float | None
     seconds: float
 
-    def log_line(self) -> str:
+    def log_fields(self) -> dict[str, Any]:
         """Counts and reasons only; never text."""
-        parts = [
-            f"request={self.label or self.request_id}",
-            f"finish={self.finish_reason}",
-            f"prompt_tokens={self.num_prompt_tokens}",
-        ]
+        fields: dict[str, Any] = {
+            "request": self.label or self.request_id,
+            "finish": self.finish_reason,
+            "prompt_tokens": self.num_prompt_tokens,
+        }
         if self.reuse is not None:
-            parts.extend(self.reuse.log_fields())
-        parts.append(f"generated_tokens={self.num_generated_tokens}")
+            fields |= self.reuse.log_fields()
+        fields["generated_tokens"] = self.num_generated_tokens
         if self.time_to_first_token is not None:
-            parts.append(f"ttft_ms={1000 * self.time_to_first_token:.1f}")
-        parts.append(f"e2e_ms={1000 * self.seconds:.1f}")
-        return " ".join(parts)
+            fields["ttft_ms"] = round(1000 * self.time_to_first_token, 1)
+        fields["e2e_ms"] = round(1000 * self.seconds, 1)
+        return fields
+
+    def log_line(self) -> str:
+        """`log_fields` as `name=value`; `-` stands for none."""
+        return " ".join(f"{name}={_as_text(value)}" for name, value in self.log_fields().items())
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ",".join(f"{key}:{number}" for key, number in value.items()) or "-"
+    return "-" if value is None else str(value)

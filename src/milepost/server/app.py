@@ -191,7 +191,7 @@ class Server(uvicorn.Server):
         self._state = ServerState()
         self._app = build_app(load, self._options, self._state)
         config = uvicorn.Config(
-            self._app, log_level="warning", access_log=False, timeout_graceful_shutdown=ENDING_SECONDS
+            self._app, log_config=None, access_log=False, timeout_graceful_shutdown=ENDING_SECONDS
         )
         super().__init__(config)
         self._listener = listener
