@@ -73,10 +73,10 @@ class Tiering:
         wake: Callable[[], None],
         always_loads: bool = False,
     ) -> None:
-        self._tiers = tiers
+        self.tiers = tiers
         self._scheduler = scheduler
         self._transfers = scheduler.transfers
-        self._codec = codec
+        self.codec = codec
         self._clock = clock
         self._wake = wake
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -109,11 +109,11 @@ class Tiering:
 
     def begin(self) -> None:
         """In the engine thread, before anything else: no store may ever be called on it."""
-        self._tiers.forbid_thread(threading.get_ident())
+        self.tiers.forbid_thread(threading.get_ident())
 
     def close(self) -> None:
         """Close the stores; the engine thread has ended."""
-        self._tiers.close()
+        self.tiers.close()
 
     @property
     def has_work(self) -> bool:
@@ -153,7 +153,7 @@ class Tiering:
         self._lookups[lookup.request.request_id] = lookup
         keys = lookup.outlook.keys
         end = next((i for i, key in enumerate(keys) if key in self._forgetting), len(keys))
-        future = self._tiers.find(keys[:end], deadline_seconds=lookup.deadline - lookup.begun_at)
+        future = self.tiers.find(keys[:end], deadline_seconds=lookup.deadline - lookup.begun_at)
         future.add_done_callback(lambda done: self._put(lambda: self._take_found(lookup, done)))
 
     def turn(self) -> None:
@@ -194,11 +194,11 @@ class Tiering:
             waiting = self._clock() - self._pending[0][1]
         except IndexError:
             waiting = 0.0
-        return max(waiting, self._tiers.oldest_pending_seconds)
+        return max(waiting, self.tiers.oldest_pending_seconds)
 
     def tier_counters(self) -> list[TierCounters]:
         """One per tier, fastest first; from any thread."""
-        return self._tiers.counters()
+        return self.tiers.counters()
 
     @property
     def num_pending_saves(self) -> int:
@@ -251,7 +251,7 @@ class Tiering:
         self._removed = None
         for key in keys:
             self._known.pop(key, None)
-        self._tiers.remove(list(dict.fromkeys(keys)))
+        self.tiers.remove(list(dict.fromkeys(keys)))
         return num_dropped
 
     def save_again(self, nodes: Iterable[Node]) -> None:
@@ -277,7 +277,7 @@ class Tiering:
         """See `Tiers.remove`."""
         for key in keys:
             self._known.pop(key, None)
-        return self._tiers.remove(keys)
+        return self.tiers.remove(keys)
 
     # -- in ------------------------------------------------------------------------------------
 
@@ -297,8 +297,8 @@ class Tiering:
     def _cost(self, tier: int) -> TransferCost:
         return TransferCost(
             seconds_per_token=self.seconds_per_token,
-            seconds_per_byte=1 / self._tiers.load_bytes_per_second(tier),
-            seconds_per_load=self._tiers.load_latency_seconds(tier),
+            seconds_per_byte=1 / self.tiers.load_bytes_per_second(tier),
+            seconds_per_load=self.tiers.load_latency_seconds(tier),
         )
 
     def _take_found(self, lookup: Lookup, done: Future[list[Found | None]]) -> None:
@@ -313,7 +313,7 @@ class Tiering:
                 if not is_late:
                     self._known.pop(keys[first + index], None)
                 continue
-            stored = self._codec.checkpoint(found.header, keys, first + index + 1)
+            stored = self.codec.checkpoint(found.header, keys, first + index + 1)
             if stored is None:
                 num_foreign += 1
                 continue
@@ -356,7 +356,7 @@ class Tiering:
             gained = chosen[-1].position - outlook.hit_position
             lookup.deadline = now + self.seconds_per_token * gained
         wanted = [lookup.found[stored.position] for stored in chosen]
-        future = self._tiers.load(wanted, deadline_seconds=lookup.deadline - now)
+        future = self.tiers.load(wanted, deadline_seconds=lookup.deadline - now)
         future.add_done_callback(lambda done: self._fill(lookup, restore, done))
         return True
 
@@ -381,7 +381,7 @@ class Tiering:
             for target, segment in zip(restore.segments, done.result(), strict=True):
                 if segment is None:
                     break
-                self._codec.decode_into(segment, target)
+                self.codec.decode_into(segment, target)
                 num_written += 1
         except Exception:
             log.exception("a loaded segment could not be used; its request is computed")
@@ -400,7 +400,7 @@ class Tiering:
         else:
             self.num_loaded_tokens += num_tokens
         if lookup.note is None:
-            tier = self._tiers.names[max(lookup.found[s.stored.position].tier for s in restore.segments)]
+            tier = self.tiers.names[max(lookup.found[s.stored.position].tier for s in restore.segments)]
             self._end(lookup, ended.LOADED if num_tokens else ended.FAILED, num_tokens, tier)
 
     def _end(self, lookup: Lookup, outcome: str, num_tokens: int = 0, tier: str = "") -> None:
@@ -459,10 +459,10 @@ class Tiering:
             if records is None:
                 self.num_unsaved += 1
                 continue
-            segment = self._codec.encode(records)
+            segment = self.codec.encode(records)
             self._saving[node.key] = records
             self._saving_bytes += segment.header.payload_bytes
-            if not self._tiers.save(segment, self._reporter(records, segment.header.payload_bytes)):
+            if not self.tiers.save(segment, self._reporter(records, segment.header.payload_bytes)):
                 self._unpin(records, segment.header.payload_bytes)
                 if self._saving:
                     self._is_blocked = True
