@@ -31,6 +31,7 @@ from pathlib import Path
 
 import hypothesis.stateful  # noqa: F401  loaded once, for all children
 import pytest
+from hypothesis import HealthCheck, Phase, settings
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -105,7 +106,14 @@ PLAN: dict[str, tuple[str, ...]] = {
 """Module -> tests, killers first. Together they take well under the limit on unchanged code."""
 
 PYTEST_ARGS = ("-x", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "not slow and not service")
-WALL_FACTOR = 6
+settings.register_profile(
+    "mutation",
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=(Phase.explicit, Phase.generate),
+)
+WALL_FACTOR = 30
 """The machine may be shared: seconds of the clock per second of processor time before it counts as hung."""
 
 
@@ -144,6 +152,13 @@ def proven_equivalent(page: Path) -> set[tuple[str, str]]:
         return set()
     blocks = re.findall(r"```diff\n--- (\S+)\n(.*?)```", page.read_text(), re.S)
     return {(where, _changed_lines(diff)) for where, diff in blocks}
+
+
+class FailFast:
+    """A pytest plugin: an example that fails is enough, nobody reads a smaller one."""
+
+    def pytest_configure(self) -> None:
+        settings.load_profile("mutation")
 
 
 class Runner:
@@ -197,7 +212,7 @@ class Runner:
 
             if not str(milepost.__file__).startswith(str(self.tree)):
                 raise RuntimeError(f"{milepost.__file__} is not the copy")
-            code = int(pytest.main([*PYTEST_ARGS, "--rootdir", str(self.tree), *tests]))
+            code = int(pytest.main([*PYTEST_ARGS, "--rootdir", str(self.tree), *tests], plugins=[FailFast()]))
         except SyntaxError:
             code = 1
         finally:
@@ -323,6 +338,7 @@ def main() -> int:
     parser.add_argument("modules", nargs="*", metavar="MODULE", help=f"of {', '.join(PLAN)}; default: all")
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree to copy")
     parser.add_argument("--limit", type=int, default=20, help="seconds of processor time per mutant")
+    parser.add_argument("--nice", type=int, default=10, help="how far to stand back behind others")
     parser.add_argument("--json", type=Path, help="write every verdict here")
     parser.add_argument("--again", type=Path, help="try only what survived according to this file")
     args = parser.parse_args()
@@ -332,7 +348,7 @@ def main() -> int:
     if args.again is not None:
         records = [Verdict(**record) for record in json.loads(args.again.read_text())]
         again = {record.key for record in records if record.outcome in ("survived", "equivalent")}
-    os.nice(5)
+    os.nice(args.nice)
     console = Console()
     verdicts: list[Verdict] = []
     with tempfile.TemporaryDirectory(prefix="milepost-mutants-") as folder:
