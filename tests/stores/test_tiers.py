@@ -245,7 +245,54 @@ def test_saving_pushes_back_instead_of_waiting(stores: list[ScriptedStore], gate
     assert not tiers.save(segment("huge", record_bytes=9 * num_bytes), done.append)
     gate.set()
     assert tiers.flush(SECONDS) and done == [True] * 16
+    # The slow one was given the rest from the fast one when it had time.
+    assert has(stores[1], [*segments, *more[:4]]) == [True] * 16
     assert tiers.save(segment("later"), done.append)
+    tiers.close()
+
+
+def test_a_tier_that_was_gone_gets_what_it_missed(stores: list[ScriptedStore], monkeypatch) -> None:
+    """A path with a gap would be of no use after a restart."""
+    monkeypatch.setattr("milepost.stores.write_behind._REPAIR_PAUSE_SECONDS", 0.01)
+    options = GuardOptions(failures_to_open=1, open_seconds=0.05, max_open_seconds=0.05)
+    tiers = Tiers(stores, guard_options=options)
+    path = chain("gone", 6)
+
+    def broken() -> None:
+        raise OSError("gone")
+
+    stores[1].before = broken
+    for each in path[:4]:
+        assert tiers.save(each, NOTHING)
+        # A tier that is left alone is not waited for.
+        assert tiers.flush(SECONDS)
+    assert has(stores[1], path) == [False] * 6 and tiers.oldest_pending_seconds > 0
+    stores[1].before = lambda: None
+    end = time.monotonic() + 10
+    while has(stores[1], path[:4]) != [True] * 4:
+        # Some call finds out that it is back.
+        find(tiers, path[4:])
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert tiers.flush(SECONDS) and tiers.oldest_pending_seconds == 0
+    tiers.close()
+
+
+def test_what_was_removed_is_not_repaired(stores: list[ScriptedStore], gate: threading.Event) -> None:
+    one, two = segment("one"), segment("two")
+    num_bytes = one.header.payload_bytes
+    tiers = Tiers(stores, TiersOptions(max_pending_save_bytes=3 * num_bytes, max_batch_bytes=num_bytes))
+    stores[1].before = waiting(gate)
+    for each in (one, two, segment("three")):
+        assert tiers.save(each, NOTHING)
+        end = time.monotonic() + 10
+        while tiers.counters()[0].pending_save_bytes:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+    removing = tiers.remove(keys([two]))
+    gate.set()
+    assert removing.result(SECONDS) == 1 and tiers.flush(SECONDS)
+    assert has(stores[1], [one, two, segment("three")]) == [True, False, True]
     tiers.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections import deque
@@ -17,6 +18,13 @@ from milepost.stores.objects import Clock
 from milepost.stores.port import StoredSegment
 
 logger = logging.getLogger(__name__)
+
+_MAX_OWED = 8192
+_REPAIR_PAUSE_SECONDS = 1.0
+
+
+def _nothing() -> None:
+    """Whoever owns the payload does not wait for it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -40,14 +48,30 @@ class _Removal:
     done: Callable[[int | None], None]
 
 
-@dataclass(slots=True)
-class _Queue:
-    """Of one tier."""
+@dataclass(frozen=True, slots=True)
+class _Repair:
+    key: bytes
 
+
+@dataclass(eq=False, slots=True)
+class _Queue:
+    """Of one tier.
+
+    Attributes:
+        tier: its index.
+        owed: keys that it did not get although a tier before it may have, and since when.
+    """
+
+    tier: int
     store: GuardedStore
     items: deque[_Save | _Removal] = field(default_factory=deque)
     num_bytes: int = 0
     keys: set[bytes] = field(default_factory=set)
+    owed: dict[bytes, float] = field(default_factory=dict)
+
+    @property
+    def may_repair(self) -> bool:
+        return bool(self.owed) and not self.store.breaker.is_open
 
 
 class _Batch:
@@ -78,7 +102,8 @@ class WriteBehind:
     """Takes segments from the engine's thread without blocking it and saves them to every tier.
 
     A tier may hold up to its share of the bytes, so that one that is slow does not take the room of the
-    others; one segment it always takes.
+    others; one segment it always takes. What a tier missed because it was slow or gone for a while is copied
+    once from the tiers before it when it has time: a path with a gap would be of no use after a restart.
 
     Args:
         max_pending_bytes: payloads that are held at most; more is refused.
@@ -100,7 +125,7 @@ class WriteBehind:
         self._save_deadline_seconds = save_deadline_seconds
         self._clock = clock
         self._condition = threading.Condition()
-        self._queues = [_Queue(store) for store in stores]
+        self._queues = [_Queue(tier, store) for tier, store in enumerate(stores)]
         self._share_bytes = max_pending_bytes // max(1, len(stores))
         # In order of arrival; a dictionary, because any may end first.
         self._pending: dict[_Save, None] = {}
@@ -128,8 +153,10 @@ class WriteBehind:
     @property
     def oldest_pending_seconds(self) -> float:
         with self._condition:
-            oldest = next(iter(self._pending), None)
-            return 0.0 if oldest is None else self._clock() - oldest.since
+            since = [save.since for save in itertools.islice(self._pending, 1)]
+            for each in self._queues:
+                since += itertools.islice(each.owed.values(), 1)
+            return self._clock() - min(since) if since else 0.0
 
     def save(
         self,
@@ -154,6 +181,9 @@ class WriteBehind:
                     each.store.outcomes.add(oc.SAVE, oc.BACK_PRESSURE)
             if not takers:
                 return False
+            for each in queues:
+                if each not in takers:
+                    self._owe(each, key)
             save = _Save(segment, self._clock(), len(takers), done)
             for each in takers:
                 each.items.append(save)
@@ -163,6 +193,10 @@ class WriteBehind:
             self._pending_bytes += num_bytes
             self._condition.notify_all()
             return True
+
+    def _owe(self, queue: _Queue, key: bytes) -> None:
+        if queue.tier and len(queue.owed) < _MAX_OWED and not self._closed:
+            queue.owed.setdefault(key, self._clock())
 
     def _takes(self, queue: _Queue, num_bytes: int) -> bool:
         return not queue.items or queue.num_bytes + num_bytes <= self._share_bytes
@@ -199,6 +233,8 @@ class WriteBehind:
             closed = self._closed
             for each in () if closed else self._queues:
                 self._num_removals += 1
+                for key in keys:
+                    each.owed.pop(key, None)
                 each.items.append(_Removal(keys, partial(done, each.store.name)))
             self._condition.notify_all()
         if closed:
@@ -210,9 +246,11 @@ class WriteBehind:
     def flush(self, timeout_seconds: float) -> bool:
         """Whether everything that was handed in is saved, given up or removed."""
         with self._condition:
-            return self._condition.wait_for(
-                lambda: not self._pending and not self._num_removals, timeout_seconds
-            )
+            return self._condition.wait_for(self._is_settled, timeout_seconds)
+
+    def _is_settled(self) -> bool:
+        # A tier that is left alone is not waited for.
+        return not (self._pending or self._num_removals or any(each.may_repair for each in self._queues))
 
     def close(self) -> None:
         """Give up what did not begin; calls that run end by their deadlines."""
@@ -221,6 +259,7 @@ class WriteBehind:
             given_up = [(each, tuple(each.items)) for each in self._queues]
             for each in self._queues:
                 each.items.clear()
+                each.owed.clear()
             self._condition.notify_all()
         for each, items in given_up:
             for item in items:
@@ -233,7 +272,9 @@ class WriteBehind:
 
     def _work(self, queue: _Queue) -> None:
         while (work := self._next(queue)) is not None:
-            if isinstance(work, _Removal):
+            if isinstance(work, _Repair):
+                self._repair(queue, work.key)
+            elif isinstance(work, _Removal):
                 self._removed(work, queue.store.try_remove(work.keys, self._save_deadline_seconds))
             else:
                 batch = _Batch(work, lambda saves, results: self._over(queue, saves, results))
@@ -246,12 +287,17 @@ class WriteBehind:
                 del batch
             del work
 
-    def _next(self, queue: _Queue) -> Sequence[_Save] | _Removal | None:
-        """A removal, or saves up to it; None at the end."""
+    def _next(self, queue: _Queue) -> Sequence[_Save] | _Removal | _Repair | None:
+        """A removal, or saves up to it, or a repair when there is neither; None at the end."""
         with self._condition:
-            self._condition.wait_for(lambda: queue.items or self._closed)
+            while not self._condition.wait_for(
+                lambda: queue.items or self._closed or queue.may_repair,
+                # Nobody tells when a breaker closes.
+                _REPAIR_PAUSE_SECONDS if queue.owed else None,
+            ):
+                pass
             if not queue.items:
-                return None
+                return None if self._closed else _Repair(next(iter(queue.owed)))
             first = queue.items.popleft()
             if isinstance(first, _Removal):
                 return first
@@ -265,6 +311,19 @@ class WriteBehind:
                 queue.items.popleft()
             return batch
 
+    def _repair(self, queue: _Queue, key: bytes) -> None:
+        seconds = self._save_deadline_seconds
+        for faster in self._queues[: queue.tier]:
+            (segment,) = faster.store.load([key], deadline_seconds=seconds)
+            if segment is not None:
+                queue.store.save_in_place([segment], deadline_seconds=seconds, released=_nothing)
+                break
+        with self._condition:
+            # One attempt each, but not while the tier is gone.
+            if not queue.store.breaker.is_open:
+                queue.owed.pop(key, None)
+            self._condition.notify_all()
+
     def _over(self, queue: _Queue, saves: Sequence[_Save], results: Sequence[bool]) -> None:
         finished = []
         with self._condition:
@@ -272,6 +331,8 @@ class WriteBehind:
                 queue.num_bytes -= save.segment.header.payload_bytes
                 queue.keys.discard(save.segment.header.key)
                 save.saved |= saved
+                if not saved:
+                    self._owe(queue, save.segment.header.key)
                 save.num_open -= 1
                 if not save.num_open:
                     finished.append(save)
