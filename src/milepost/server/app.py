@@ -28,6 +28,7 @@ from milepost.server import (
     completion_routes,
     render_routes,
     responses_routes,
+    ui_routes,
     utility_routes,
 )
 from milepost.server.access import Access
@@ -86,18 +87,24 @@ class Startup:
 
     def _finish(self, app: FastAPI) -> None:
         model = self._model
-        if self.failure is None and model is not None:
-            app.state.metrics = ServerMetrics(model)
-            model.engine.add_observer(app.state.metrics)
-            self._front = AsyncEngine(
-                model.engine,
-                max_unread_deltas=self._options.max_unread_deltas,
-                request_timeout=self._options.request_timeout,
-            )
-            app.state.service = Service(model, self._front, int(time.time()), self._options)
-            if self._state.phase is Phase.LOADING:
-                self._state.phase = Phase.READY
+        try:
+            if self.failure is None and model is not None:
+                self._connect(app, model)
+        except Exception as error:
+            self.failure = error
         self.ready.set()
+
+    def _connect(self, app: FastAPI, model: ServingModel) -> None:
+        app.state.metrics = ServerMetrics(model, self._state)
+        model.engine.add_observer(app.state.metrics)
+        self._front = AsyncEngine(
+            model.engine,
+            max_unread_deltas=self._options.max_unread_deltas,
+            request_timeout=self._options.request_timeout,
+        )
+        app.state.service = Service(model, self._front, int(time.time()), self._options)
+        if self._state.phase is Phase.LOADING:
+            self._state.phase = Phase.READY
 
     @property
     def model(self) -> ServingModel | None:
@@ -137,6 +144,7 @@ def build_app(load: Load, options: ServerOptions | None = None, state: ServerSta
     app.include_router(anthropic_routes.router)
     app.include_router(responses_routes.router)
     app.include_router(render_routes.router)
+    app.include_router(ui_routes.router)
     app.add_middleware(Gate, state=state, access=Access(options), options=options)
     return app
 

@@ -15,6 +15,7 @@ from milepost.core.reasons import CHECKPOINT_REASONS, HIT, MISS_REASONS
 from milepost.engine.audit import RESULTS, AuditCounts
 from milepost.engine.messages import ReuseExplanation
 from milepost.engine.serving import ServingModel
+from milepost.server.state import ServerState
 
 LABELS = ("model_name", "engine")
 REUSE_REASONS = (HIT, *MISS_REASONS, "retokenized")
@@ -148,6 +149,29 @@ class ReuseCollector(Collector):
             "milepost:tokens_lost_to_missing_state",
             "Tokens with pages but no state.",
             totals.num_lost_tokens,
+        )
+
+
+class HttpCollector(Collector):
+    """What left the server: also what was refused before an engine saw it."""
+
+    STATUSES = ("200", "400", "401", "413", "429", "500", "503", "504")
+
+    def __init__(self, state: ServerState, labels: tuple[str, str]) -> None:
+        self._state = state
+        self._families = Families(labels)
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        make, state = self._families, self._state
+        by_status = {str(status): number for status, number in state.num_responses.copy().items()}
+        yield make.counters(
+            "milepost:http_responses", "HTTP responses, by status.", "status", by_status, self.STATUSES
+        )
+        yield make.gauge(
+            "milepost:http_requests_open", "HTTP requests being answered, scrapes included.", state.num_open
         )
 
 

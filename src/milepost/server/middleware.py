@@ -53,6 +53,7 @@ class Gate:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
+                self._state.num_responses[message["status"]] += 1
                 MutableHeaders(scope=message)[REQUEST_ID_HEADER] = number
             await send(message)
 
