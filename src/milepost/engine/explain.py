@@ -73,6 +73,8 @@ class ReuseExplainer:
             reason=reason,
             first_divergence=report.divergence_position,
             retokenized_at=retokenized_at,
+            num_tokens_lost_to_eviction=report.num_tokens_lost_to_eviction,
+            eviction=None if report.eviction is None else ":".join(report.eviction),
         )
 
     def _retokenized_at(self, domain: CacheDomain, prompt: array[int]) -> int | None:
