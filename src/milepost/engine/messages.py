@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from milepost.core.plan import SampledToken, SamplingParams
+from milepost.core.plan import SampledToken, SamplingParams, ScoredToken
 from milepost.core.request import CacheDomain
 from milepost.engine.constraints import Constraint
 from milepost.errors import MilepostError
@@ -52,6 +52,7 @@ class GenerationRequest:
         marks: control tokens that the deltas' `marked` text must tell from ordinary text: id -> character.
         constraint: what the answer must follow; it belongs to this request alone.
         label: how log lines call the request.
+        prompt_logprobs: None = none; k = log-probabilities of its prompt tokens, with the k best.
         owner: who competes for a fair share; requests with the same one wait for each other.
         is_counted: False = in no metric and no log (the warm-up).
     """
@@ -72,6 +73,7 @@ class GenerationRequest:
     marks: Mapping[int, str] | None = None
     constraint: Constraint | None = None
     label: str = ""
+    prompt_logprobs: int | None = None
     owner: str = ""
     is_counted: bool = True
 
@@ -105,6 +107,9 @@ class ReuseExplanation:
         first_divergence: first token that differs from the nearest cached path, if one does.
         retokenized_at: token position where an earlier answer, encoded again from its text, got
             other ids than were generated.
+        num_tokens_lost_to_eviction: more that would have been reused if a checkpoint had not been evicted,
+            or refused.
+        eviction: "move:reason" of that eviction, or "why:reason" of that refusal.
         load: what stores contributed; None without stores, or if nothing was missing.
     """
 
@@ -117,6 +122,8 @@ class ReuseExplanation:
     first_divergence: int | None
     retokenized_at: int | None
     load: LoadNote | None = None
+    num_tokens_lost_to_eviction: int = 0
+    eviction: str | None = None
 
     @property
     def num_computed_tokens(self) -> int:
@@ -135,6 +142,7 @@ class ReuseExplanation:
             "reason": self.reason,
             "matched_tokens": dict(self.matched_tokens),
             "lost_to_missing_state": self.num_tokens_lost_to_missing_state,
+            "lost_to_eviction": self.num_tokens_lost_to_eviction,
             "limiting_group": self.limiting_group,
             "first_divergence": self.first_divergence,
         }
@@ -152,6 +160,8 @@ class ReuseExplanation:
             "computed_tokens": self.num_computed_tokens,
             "matched_tokens": dict(self.matched_tokens),
             "tokens_lost_to_missing_state": self.num_tokens_lost_to_missing_state,
+            "tokens_lost_to_eviction": self.num_tokens_lost_to_eviction,
+            "eviction": self.eviction,
             "limiting_group": self.limiting_group,
             "reason": self.reason,
             "first_divergence": self.first_divergence,
@@ -194,6 +204,7 @@ class OutputDelta:
         finish_reason: "stop" or "length" on the last delta.
         stop_reason: the stop string or stop token id that ended the answer.
         reuse: on the first delta.
+        prompt_scores: of the next tokens of the prompt; the first one has none.
     """
 
     text: str = ""
@@ -203,6 +214,7 @@ class OutputDelta:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     reuse: ReuseExplanation | None = None
+    prompt_scores: list[ScoredToken] = field(default_factory=list)
 
     @property
     def token_ids(self) -> list[int]:

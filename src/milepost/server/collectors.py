@@ -252,6 +252,12 @@ class EngineCollector(Collector):
         yield make.pairs(
             "milepost:refusals", "Checkpoints wanted and not kept.", ("why", "reason"), core.refusals
         )
+        yield make.pairs(
+            "milepost:tokens_lost_to_eviction",
+            "Prompt tokens computed because a checkpoint had been evicted or refused.",
+            ("move", "reason"),
+            core.tokens_lost_to_eviction,
+        )
         yield make.counter("milepost:evicted_bytes", "Bytes freed by evictions.", core.evicted_bytes)
         yield make.counter(
             "milepost:evicted_tokens", "Tokens whose pages were evicted.", core.num_evicted_tokens
