@@ -379,8 +379,8 @@ class Tiering:
         num_written = 0
         try:
             for target, segment in zip(restore.segments, done.result(), strict=True):
-                if segment is None:
-                    break
+                if segment is None or segment.header.start != target.stored.start:
+                    break  # gone, or saved anew with other pages
                 self.codec.decode_into(segment, target)
                 num_written += 1
         except Exception:
