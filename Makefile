@@ -94,6 +94,11 @@ kill-test: $(VENV)/.stamp-test native-if-possible ## SIGKILL a server with --per
 soak: $(VENV)/.stamp-test native-if-possible ## thirty minutes of eight clients over all tiers with faults
 	MILEPOST_SOAK_MINUTES=30 $(TEST_ENV) $(PY) -m pytest -s -m slow tests/e2e/test_soak.py $(PYTEST_ARGS)
 
+# Which changes to a rule of the core would no test notice? docs/mutation.md has the answers.
+.PHONY: mutation
+mutation: $(VENV)/.stamp-test ## mutation testing of the core; MUTATION_ARGS=core/siblings.py for one module
+	$(TEST_ENV) $(PY) tools/mutate.py --json build/mutation.json $(MUTATION_ARGS)
+
 # An environment without torch and numpy, not one that hides them.
 .PHONY: test-core
 test-core: .venv-core/.stamp ## core, stores and simulator where torch and numpy are not installed
