@@ -128,6 +128,7 @@ class GrammarCompiler:
             matcher = matcher_type(self._vocabulary, text, log_level=0)
             if matcher.is_error():
                 raise self._refusal(grammar, _first_line(matcher.get_error()))
+            matcher.compute_bitmask()  # the first one is the slowest, and copies share what it found
             with self._lock:
                 self._compiled[text] = matcher
                 while len(self._compiled) > KEPT_GRAMMARS:
@@ -195,6 +196,10 @@ class GuidedAnswer:
         self._begin: int | None = None if after else 0
         self.is_complete = False
         self.failure: str | None = None
+
+    def fresh(self) -> GuidedAnswer:
+        """The same rules for another answer; only of one that has not begun."""
+        return GuidedAnswer(self._matcher.deep_copy(), self._after, self._unguided)
 
     def allowed_tokens(self, output_position: int) -> bytes:
         if output_position != len(self._token_ids):
