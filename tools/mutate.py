@@ -1,6 +1,6 @@
 """Mutation testing of the core: does a test fail when one place of the code is wrong?
 
-python tools/mutate.py                       # the rules: checkpoints, chunking, coordinator, groups, retention
+python tools/mutate.py                       # checkpoints, chunking, coordinator, groups, retention
 python tools/mutate.py core/siblings.py      # another module
 python tools/mutate.py --again old.json      # only what survived in an earlier run
 
