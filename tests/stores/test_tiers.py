@@ -178,13 +178,13 @@ def test_an_answer_is_there_at_its_deadline_whatever_hangs(
     found = find(tiers, segments)
     stores[1].before = waiting(gate)
     begin = time.monotonic()
-    assert [each and each.tier for each in find(tiers, segments, seconds=0.1)] == [0, None]
-    loaded = load(tiers, found, seconds=0.1)
+    assert [each and each.tier for each in find(tiers, segments, seconds=0.5)] == [0, None]
+    loaded = load(tiers, found, seconds=0.5)
     assert payload(loaded[0]) == payload(segments[0]) and loaded[1] is None
     # Every thread of the lookups hangs by now; later ones answer in time all the same.
     for _ in range(10):
         assert find(tiers, segments, seconds=0.02)[1] is None
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 10
 
 
 def test_a_tier_that_hangs_leaves_time_for_the_next(
@@ -193,7 +193,7 @@ def test_a_tier_that_hangs_leaves_time_for_the_next(
     segments = chain("fair", 2)
     put(stores[1], segments)
     stores[0].before = waiting(gate)
-    assert [each and each.tier for each in find(tiers, segments, seconds=0.6)] == [1, 1]
+    assert [each and each.tier for each in find(tiers, segments, seconds=1.0)] == [1, 1]
 
 
 def test_what_was_loaded_before_the_deadline_counts(
@@ -212,7 +212,7 @@ def test_what_was_loaded_before_the_deadline_counts(
             gate.wait(30)
 
     stores[0].before = hang_in_the_second
-    loaded = load(tiers, found, seconds=0.3)
+    loaded = load(tiers, found, seconds=1.0)
     assert [payload(each) for each in loaded[:2]] == [payload(each) for each in segments[:2]]
     assert loaded[2:] == [None, None]
     gate.set()
@@ -356,6 +356,29 @@ def test_removed_everywhere_and_not_promoted_again(
     assert tiers.flush(SECONDS)
     for store in stores:
         assert has(store, [*segments, segment("pending")]) == [False] * 3
+
+
+def test_a_save_that_ends_after_its_removal_is_removed_again(
+    stores: list[ScriptedStore], gate: threading.Event
+) -> None:
+    """It hung, was abandoned, and then succeeded: what was to be forgotten would be back."""
+    tiers = Tiers(stores, TiersOptions(save_deadline_seconds=0.05))
+    one = segment("late save")
+    hung = threading.Event()
+
+    def hang_once() -> None:
+        if not hung.is_set():
+            hung.set()
+            gate.wait(30)
+
+    stores[1].before = hang_once
+    assert tiers.save(one, NOTHING) and hung.wait(10)
+    assert tiers.remove(keys([one])).result(SECONDS) == 1
+    assert has(stores[0], [one]) == has(stores[1], [one]) == [False]
+    gate.set()
+    assert tiers.flush(SECONDS)
+    assert has(stores[0], [one]) == has(stores[1], [one]) == [False]
+    tiers.close()
 
 
 def test_a_removal_that_a_tier_did_not_answer_is_said(tiers: Tiers, stores: list[ScriptedStore]) -> None:

@@ -27,6 +27,10 @@ def _nothing() -> None:
     """Whoever owns the payload does not wait for it."""
 
 
+def _ignore_count(count: int | None) -> None:
+    """Nobody asked."""
+
+
 @dataclass(eq=False, slots=True)
 class _Save:
     """Attributes:
@@ -59,7 +63,9 @@ class _Queue:
 
     Attributes:
         tier: its index.
+        keys: of saves that are not over.
         owed: keys that it did not get although a tier before it may have, and since when.
+        removed: of `keys`, those whose removal was asked for since.
     """
 
     tier: int
@@ -68,6 +74,7 @@ class _Queue:
     num_bytes: int = 0
     keys: set[bytes] = field(default_factory=set)
     owed: dict[bytes, float] = field(default_factory=dict)
+    removed: set[bytes] = field(default_factory=set)
 
     @property
     def may_repair(self) -> bool:
@@ -232,14 +239,20 @@ class WriteBehind:
         with self._condition:
             closed = self._closed
             for each in () if closed else self._queues:
-                self._num_removals += 1
                 for key in keys:
                     each.owed.pop(key, None)
-                each.items.append(_Removal(keys, partial(done, each.store.name)))
-            self._condition.notify_all()
+                each.removed.update(each.keys.intersection(keys))
+                self._append_removal(each, keys, partial(done, each.store.name))
         if closed:
             future.set_exception(StoreError("the stores are closed"))
         return future
+
+    def _append_removal(
+        self, queue: _Queue, keys: Sequence[bytes], done: Callable[[int | None], None]
+    ) -> None:
+        self._num_removals += 1
+        queue.items.append(_Removal(keys, done))
+        self._condition.notify_all()
 
     # ------------------------------------------------------------ waiting, for others than the engine
 
@@ -300,6 +313,8 @@ class WriteBehind:
                 return None if self._closed else _Repair(next(iter(queue.owed)))
             first = queue.items.popleft()
             if isinstance(first, _Removal):
+                for key in first.keys:  # a save before it may have failed since
+                    queue.owed.pop(key, None)
                 return first
             batch = [first]
             num_bytes = first.segment.header.payload_bytes
@@ -328,11 +343,17 @@ class WriteBehind:
         finished = []
         with self._condition:
             for save, saved in zip(saves, results, strict=True):
+                key = save.segment.header.key
                 queue.num_bytes -= save.segment.header.payload_bytes
-                queue.keys.discard(save.segment.header.key)
+                queue.keys.discard(key)
                 save.saved |= saved
-                if not saved:
-                    self._owe(queue, save.segment.header.key)
+                if key in queue.removed:
+                    # A call that was abandoned may have ended after the removal.
+                    queue.removed.discard(key)
+                    if not self._closed:
+                        self._append_removal(queue, [key], _ignore_count)
+                elif not saved:
+                    self._owe(queue, key)
                 save.num_open -= 1
                 if not save.num_open:
                     finished.append(save)
