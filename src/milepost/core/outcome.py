@@ -10,6 +10,7 @@ from milepost.core.units import is_multiple
 
 NOT_EXECUTED = "the worker did not execute this step"
 MAX_TOKEN_ID = 2**32 - 1
+TOKEN_BYTES = 4
 
 
 def settle_chunk(
@@ -39,6 +40,9 @@ def settle_chunk(
         raise ValueError(f"request {request.request_id} holds nothing")
     is_decode = request.num_processed >= request.prefill_end
     request.num_processed = end = chunk.end
+    if result.scores:
+        request.num_scored = chunk.start + chunk.scored_offset + len(result.scores)
+        update.scores = result.scores
     if is_decode:
         cache.counters.num_decode_tokens += 1
         if is_multiple(end, cache.match_unit):
@@ -66,6 +70,9 @@ def _mismatch(chunk: ChunkPlan, result: ChunkResult | None) -> str | None:
         return f"the worker acknowledged position {result.end}, planned was {chunk.end}"
     if len(result.sampled) != chunk.num_samples:
         return f"the worker sampled {len(result.sampled)} tokens, planned were {chunk.num_samples}"
+    num_scored = len(chunk.scored_tokens) // TOKEN_BYTES
+    if len(result.scores) != num_scored:
+        return f"the worker scored {len(result.scores)} tokens, planned were {num_scored}"
     if any(not 0 <= token.token_id <= MAX_TOKEN_ID for token in result.sampled):
         return f"the worker sampled a token id outside of [0, {MAX_TOKEN_ID}]"
     return None

@@ -192,7 +192,7 @@ class Transfers:
     def outlook(self, request: Request) -> Outlook | None:
         """What `request` would reuse, and the keys a store may know; None if nothing can be added."""
         chain = request.chain
-        if chain is None or not request.uses_cache or not self._cache.config.enable_prefix_caching:
+        if chain is None or not request.follows_others or not self._cache.config.enable_prefix_caching:
             return None
         match = self._cache.match(chain, request.num_tokens)
         limit = chain.unsplit_units(match.limit_units)

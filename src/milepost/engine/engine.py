@@ -351,6 +351,7 @@ class Engine:
                     captures_logits=self._auditor.wants_logits(request),
                     retention_priority=request.retention_priority,
                     pin_seconds=request.pin_seconds,
+                    prompt_logprobs=request.prompt_logprobs,
                     owner=request.owner,
                     is_counted=request.is_counted,
                 )
@@ -388,6 +389,7 @@ class Engine:
                 )
                 continue
             delta = answer.advance(update)
+            delta.prompt_scores = update.scores
             if answer.failure is not None:
                 self._scheduler.abort(answer.request_id)
                 self._drop(answer, EngineError(answer.failure), "error")
@@ -405,7 +407,7 @@ class Engine:
             self._note_tokens(answer, len(delta.tokens), now)
             if delta.finish_reason is not None:
                 self._finish(answer, update, delta)
-            if delta.tokens or delta.finish_reason or delta.reuse:
+            if delta.tokens or delta.finish_reason or delta.reuse or delta.prompt_scores:
                 answer.sink(delta)
         self._flush()
 

@@ -95,6 +95,15 @@ class LoadNote:
     num_tokens: int
     seconds: float
 
+    def as_dict(self) -> dict[str, Any]:
+        """The `load` object of a response."""
+        return {
+            "outcome": self.outcome,
+            "tier": self.tier,
+            "tokens": self.num_tokens,
+            "seconds": round(self.seconds, 6),
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class ReuseExplanation:
@@ -168,12 +177,7 @@ class ReuseExplanation:
             "retokenized_at": self.retokenized_at,
         }
         if self.load is not None:
-            fields["load"] = {
-                "outcome": self.load.outcome,
-                "tier": self.load.tier,
-                "tokens": self.load.num_tokens,
-                "seconds": round(self.load.seconds, 6),
-            }
+            fields["load"] = self.load.as_dict()
         return fields
 
 

@@ -18,6 +18,7 @@ from milepost.core.plan import (
     ChunkResult,
     SampledToken,
     SamplingParams,
+    ScoredToken,
     StateCopy,
     StepPlan,
     StepResult,
@@ -415,7 +416,14 @@ class FingerprintWorker:
         if chunk.num_samples:
             truth.ensure(end + 1)
             sampled.append(SampledToken(truth.tokens[end]))
-        return ChunkResult(request_id, end, exported, sampled)
+        first = start + chunk.scored_offset + 1
+        scored = array("I", chunk.scored_tokens).tolist()
+        if scored != list(truth.tokens[first : first + len(scored)]):
+            raise FingerprintError(
+                "tokens", f"request {request_id}: not its own tokens are scored at {first}"
+            )
+        scores = [ScoredToken(token_id, 0.0, 1) for token_id in scored]
+        return ChunkResult(request_id, end, exported, sampled, scores=scores)
 
     def _write_pages(
         self, request_id: int, live: _Live, start: int, nodes: list[int], starts: dict[int, int]
