@@ -58,6 +58,8 @@ class Meant:
     """Which prompt an operation is about: the tokens, or a name that stands for some.
 
     Attributes:
+        names: where names are kept, if that is not `domain`: callers who share a cache may have names of
+            their own.
         public_tokens: of `tokens`, those at the head that are no part of the conversation itself (system
             prompt, tools); None where that is not known.
     """
@@ -66,6 +68,11 @@ class Meant:
     name: str | None = None
     tokens: array[int] | None = None
     public_tokens: int | None = None
+    names: CacheDomain | None = None
+
+    @property
+    def names_domain(self) -> CacheDomain:
+        return self.domain if self.names is None else self.names
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +169,8 @@ class NamedConversations:
             raise StoresUnavailable("no store took a part of this prompt in time; try again")
         saved_tokens = segments[-1].position
         note = Note(name, saved_tokens, prompt.note.public_tokens)
-        async with self._lock(meant.domain):
-            await manifests.write(meant.domain, Manifest(prompt.tokens, note), until)
+        async with self._lock(meant.names_domain):
+            await manifests.write(meant.names_domain, Manifest(prompt.tokens, note), until)
         num_bytes = sum(segment.num_bytes for segment in segments)
         return Saved(name, saved_tokens, cached_tokens, len(segments), num_bytes)
 
@@ -265,7 +272,7 @@ class NamedConversations:
 
     async def _forget(self, meant: Meant, with_branches: bool, until: Until) -> Removed:
         domain, manifests = meant.domain, self._manifests
-        async with self._lock(domain):
+        async with self._lock(meant.names_domain):
             prompt = await self._prompt(meant, until)
             chain = self._chain(domain, prompt.tokens)
             public_tokens = prompt.note.public_tokens
@@ -277,7 +284,7 @@ class NamedConversations:
             num_public_units = floor_div(public_tokens or 0, self._unit) if with_branches else None
             done, num_segments = await self._drop(domain, chain, num_kept_units, num_public_units, until)
             if meant.name is not None and manifests is not None:
-                await manifests.remove(domain, meant.name, until)
+                await manifests.remove(meant.names_domain, meant.name, until)
         log.info(
             "forgot %d of %d units of a prompt: %d checkpoints, %d stored segments",
             len(chain.keys) - done.num_kept_units, len(chain.keys), done.num_checkpoints, num_segments,
@@ -294,10 +301,10 @@ class NamedConversations:
         """How many units at the head of the prompt other names stand for, and which names reach so far."""
         if self._manifests is None:
             return 0, []
-        entries = await self._manifests.names(meant.domain, until)
+        entries = await self._manifests.names(meant.names_domain, until)
         others = [entry.name for entry in entries if entry.name != meant.name]
         shared: dict[str, int] = {}
-        for manifest in await self._manifests.read_all(meant.domain, others, until):
+        for manifest in await self._manifests.read_all(meant.names_domain, others, until):
             keys = self._chain(meant.domain, manifest.tokens).keys
             pairs = zip(keys, chain.keys, strict=False)
             shared[manifest.name] = sum(
@@ -411,7 +418,7 @@ class NamedConversations:
             raise RequestError("name", "give `name`, `messages` or `prompt`")
         found = None
         if self._manifests is not None:
-            found = await self._manifests.read(meant.domain, meant.name, until)
+            found = await self._manifests.read(meant.names_domain, meant.name, until)
         if found is None:
             raise RequestError(
                 "name", f"there is no conversation named {meant.name!r}", code="name_not_found", status=404

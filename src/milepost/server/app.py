@@ -20,10 +20,12 @@ from fastapi import FastAPI
 
 from milepost import __version__
 from milepost.engine.aio import AsyncEngine
+from milepost.engine.named import NamedConversations
 from milepost.engine.serving import ServingModel, warm_up
 from milepost.errors import ConfigError, MilepostError
 from milepost.server import (
     anthropic_routes,
+    cache_routes,
     chat_routes,
     completion_routes,
     render_routes,
@@ -103,6 +105,7 @@ class Startup:
             request_timeout=self._options.request_timeout,
         )
         app.state.service = Service(model, self._front, int(time.time()), self._options)
+        app.state.named = NamedConversations(model.engine, model.geometry, model.max_model_len)
         if self._state.phase is Phase.LOADING:
             self._state.phase = Phase.READY
 
@@ -142,6 +145,7 @@ def build_app(load: Load, options: ServerOptions | None = None, state: ServerSta
     app.include_router(completion_routes.router)
     app.include_router(chat_routes.router)
     app.include_router(anthropic_routes.router)
+    app.include_router(cache_routes.router)
     app.include_router(responses_routes.router)
     app.include_router(render_routes.router)
     app.include_router(ui_routes.router)
