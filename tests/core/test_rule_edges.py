@@ -8,7 +8,7 @@ import pytest
 from tests.core.test_groups_and_coordinator import make_groups, make_path
 
 from milepost.core import reasons
-from milepost.core.chunking import marked_units, settled_position
+from milepost.core.chunking import effective_spacing, marked_units, settled_position
 from milepost.core.coordinator import joint_hit
 from milepost.core.retention import SegmentRecord, segment_value
 
@@ -48,3 +48,12 @@ def test_a_lookup_never_passes_its_limit_or_the_path(limit: int) -> None:
 def test_value_is_per_byte_for_any_number_of_bytes(freed_bytes: int) -> None:
     record = SegmentRecord(num_saved_tokens=512, freed_bytes=freed_bytes, reuse_index=0.5)
     assert segment_value(record) * freed_bytes == pytest.approx(256.0)
+
+
+def test_any_spacing_above_zero_keeps_intervals() -> None:
+    """On the grid, never finer than it, and half of the default (rounded down) while there is room."""
+    for default, grid in itertools.product(range(-2, 20), (1, 2, 4, 6)):
+        for used, share in ((49, 2), (50, 1)):
+            multiples = [p for p in range(grid, 20, grid) if p * share <= default]
+            expected = max([grid, *multiples]) if default > 0 else 0
+            assert effective_spacing(default, used, 100, grid) == expected
