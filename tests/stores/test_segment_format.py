@@ -26,6 +26,7 @@ from milepost.stores.segment_format import (
     decode_head,
     encode_head,
     head_bytes_needed,
+    with_digest,
 )
 
 
@@ -162,6 +163,17 @@ def test_a_payload_of_another_length_is_not_written() -> None:
     stored = segment("short")
     with pytest.raises(StoreError, match="the payload has"):
         encode_head(dataclasses.replace(stored, payload=stored.payload[:1]))
+
+
+def test_a_wrong_digest_makes_an_object_that_nobody_accepts() -> None:
+    stored = segment("digest")
+    assert encode_head(with_digest(stored)) == encode_head(stored)
+    wrong = dataclasses.replace(stored, payload_digest=bytes(32))
+    with pytest.raises(CorruptSegmentError, match="payload does not match"):
+        decode(object_of(wrong))
+    read = decode(object_of(stored))
+    assert read.payload_digest == sha256(payload(stored) or b"").digest()
+    assert with_digest(read) is read
 
 
 def test_only_the_expected_segment_is_accepted() -> None:

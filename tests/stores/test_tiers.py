@@ -86,6 +86,30 @@ def test_saved_everywhere_found_in_the_fastest(tiers: Tiers, stores: list[Script
     assert [payload(each) for each in load(tiers, found)] == [payload(each) for each in segments]
 
 
+def test_a_payload_is_hashed_once_for_all_tiers(
+    tiers: Tiers, stores: list[ScriptedStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from milepost.stores import segment_format
+
+    real, hashed = segment_format._digest, []
+
+    def digest(pieces) -> bytes:
+        hashed.append(sum(memoryview(piece).nbytes for piece in pieces))
+        return real(pieces)
+
+    monkeypatch.setattr(segment_format, "_digest", digest)
+    one = segment("hashed once", record_bytes=10_000)
+    tiers.save(one, NOTHING)
+    assert tiers.flush(SECONDS)
+    assert hashed.count(one.header.payload_bytes) == 1
+    MemoryStore.remove(stores[0], keys([one]), deadline_seconds=SECONDS)
+    hashed.clear()
+    loaded = load(tiers, find(tiers, [one]))
+    assert tiers.flush(SECONDS) and payload(loaded[0]) == payload(one)
+    # Checked when it was read, and promoted with the digest that was found right.
+    assert hashed.count(one.header.payload_bytes) == 1 and has(stores[0], [one]) == [True]
+
+
 def test_no_store_is_called_on_the_caller_s_thread(tiers: Tiers, stores: list[ScriptedStore]) -> None:
     segments = chain("threads", 2)
     tiers.save(segments[0], NOTHING)

@@ -16,6 +16,7 @@ from milepost.stores import outcomes as oc
 from milepost.stores.guard import GuardedStore
 from milepost.stores.objects import Clock
 from milepost.stores.port import StoredSegment
+from milepost.stores.segment_format import with_digest
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,13 @@ class _Save:
     num_open: int
     done: Callable[[bool], None]
     saved: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def digested(self) -> StoredSegment:
+        """The segment, its payload hashed by the tier that comes first."""
+        with self.lock:
+            self.segment = with_digest(self.segment)
+            return self.segment
 
 
 @dataclass(eq=False, slots=True)
@@ -292,7 +300,7 @@ class WriteBehind:
             else:
                 batch = _Batch(work, lambda saves, results: self._over(queue, saves, results))
                 results = queue.store.save_in_place(
-                    [save.segment for save in work],
+                    [save.digested() for save in work],
                     deadline_seconds=self._save_deadline_seconds,
                     released=batch.arrived,
                 )
