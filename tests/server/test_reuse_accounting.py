@@ -171,6 +171,7 @@ def preempt(script: Script) -> None:
 
     scheduler.schedule = preempting
     script.ask(ids(30, 60), 12)
+    script.ask(ids(30, 60), 1, prompt_logprobs=0)
     scheduler.schedule = schedule
     assert len(done) == 1
     assert engine.is_healthy

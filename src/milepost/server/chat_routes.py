@@ -22,6 +22,7 @@ from milepost.server.chat_run import ChatRun, ask, conversation
 from milepost.server.docs import json_body
 from milepost.server.generation import Choice, Service, check_model
 from milepost.server.middleware import request_id
+from milepost.server.prompt_scores import prompt_logprobs
 from milepost.server.schema import ChatBody, parse_body
 from milepost.server.streams import respond
 
@@ -97,6 +98,11 @@ class _ChatCompletion:
             "usage": self._run.usage(),
             "milepost": generation.milepost(),
         }
+        if self._body.prompt_logprobs is not None:
+            scores = generation.choices[0].prompt_scores
+            result["prompt_logprobs"] = prompt_logprobs(
+                self._model.tokenizer, scores, self._body.prompt_logprobs
+            )
         if self._body.return_token_ids:
             result["prompt_token_ids"] = generation.prompts[0].token_ids.tolist()
         return result

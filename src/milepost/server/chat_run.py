@@ -20,6 +20,7 @@ from milepost.errors import RequestError
 from milepost.server.conversation import checked_messages, checked_tools
 from milepost.server.generation import Choice, Generation, Prompt, Service, begin
 from milepost.server.guided import constrained_chat
+from milepost.server.prompt_scores import num_prompt_logprobs
 from milepost.server.schema import ChatBody
 from milepost.server.streams import merged
 
@@ -163,6 +164,13 @@ async def ask(
     """
     question = await asyncio.to_thread(render, service.model, body, given)
     generation = begin(
-        service, request, body, [question.prompt], num_logprobs=num_logprobs, limit=limit, label=label
+        service,
+        request,
+        body,
+        [question.prompt],
+        num_logprobs=num_logprobs,
+        limit=limit,
+        label=label,
+        prompt_logprobs=num_prompt_logprobs(body),
     )
     return ChatRun(service.model, question, generation)
