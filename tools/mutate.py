@@ -147,13 +147,12 @@ class Verdict:
 
     @property
     def key(self) -> tuple[str, str]:
-        return f"{self.module}::{self.function}", _changed_lines(self.diff)
+        return f"{self.module}::{self.function}", _unindented(self.diff)
 
 
-def _changed_lines(diff: str) -> str:
-    """Removed and added lines of a diff without their indentation."""
-    lines = [line for line in diff.splitlines() if line[:1] in "+-" and line[:3] not in ("---", "+++")]
-    return "\n".join(line[0] + line[1:].strip() for line in lines)
+def _unindented(diff: str) -> str:
+    """The lines of a diff, which may move in a file, without their indentation."""
+    return "\n".join(line[0] + line[1:].strip() for line in diff.splitlines() if line.strip())
 
 
 def proven_equivalent(page: Path) -> set[tuple[str, str]]:
@@ -161,7 +160,7 @@ def proven_equivalent(page: Path) -> set[tuple[str, str]]:
     if not page.exists():
         return set()
     blocks = re.findall(r"```diff\n--- (\S+)\n(.*?)```", page.read_text(), re.S)
-    return {(where, _changed_lines(diff)) for where, diff in blocks}
+    return {(where, _unindented(diff)) for where, diff in blocks}
 
 
 class FailFast:
@@ -211,6 +210,7 @@ class Runner:
         code = 70
         try:
             os.setpgid(0, 0)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             resource.setrlimit(resource.RLIMIT_CPU, (self.limit_seconds, self.limit_seconds + 2))
             target = os.open(self.output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(target, 1)
@@ -261,14 +261,14 @@ def forget_bytecode(path: Path) -> None:
 
 
 def diff_of(before: str, after: str) -> str:
-    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0)
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=1)
     return "\n".join(line for line in lines if line[:2] not in ("--", "++", "@@"))
 
 
 def chosen(module: str, source: str, again: set[tuple[str, str]] | None) -> Iterator[Mutant]:
     """Mutants of a module, or those of them that `again` names."""
     for mutant in mutants_of(source):
-        key = (f"{module}::{mutant.function}", _changed_lines(diff_of(source, mutant.source)))
+        key = (f"{module}::{mutant.function}", _unindented(diff_of(source, mutant.source)))
         if again is None or key in again:
             yield mutant
 
@@ -361,6 +361,7 @@ def main() -> int:
         records = [Verdict(**record) for record in json.loads(args.again.read_text())]
         again = {record.key for record in records if record.outcome in ("survived", "equivalent")}
     os.nice(args.nice)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the folder goes
     console = Console()
     verdicts: list[Verdict] = []
     with tempfile.TemporaryDirectory(prefix="milepost-mutants-") as folder:
