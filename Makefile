@@ -43,7 +43,7 @@ $(VENV)/.stamp-torch: constraints.txt | $(VENV)/bin/python
 # The package with the extras named in the stamp: make $(VENV)/.stamp-serve, -test, -full, -lint, -bench.
 EXTRAS_serve := cpu,server
 EXTRAS_test := cpu,server,test
-EXTRAS_full := cpu,server,test,oracle,redis,mooncake
+EXTRAS_full := cpu,server,test,oracle,redis,mooncake,router
 EXTRAS_lint := cpu,server,test,lint
 EXTRAS_bench := cpu,server,bench
 $(VENV)/.stamp-%: pyproject.toml constraints.txt $(VENV)/.stamp-torch
@@ -93,6 +93,11 @@ kill-test: $(VENV)/.stamp-test native-if-possible ## SIGKILL a server with --per
 .PHONY: soak
 soak: $(VENV)/.stamp-test native-if-possible ## thirty minutes of eight clients over all tiers with faults
 	MILEPOST_SOAK_MINUTES=30 $(TEST_ENV) $(PY) -m pytest -s -m slow tests/e2e/test_soak.py $(PYTEST_ARGS)
+
+# Which changes to a rule of the core would no test notice? docs/mutation.md has the answers.
+.PHONY: mutation
+mutation: $(VENV)/.stamp-test ## mutation testing of the core; MUTATION_ARGS=core/siblings.py for one module
+	$(TEST_ENV) $(PY) tools/mutate.py --json build/mutation.json $(MUTATION_ARGS)
 
 # An environment without torch and numpy, not one that hides them.
 .PHONY: test-core

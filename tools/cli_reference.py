@@ -30,6 +30,7 @@ the first token. `/reset` starts over, `/exit` leaves, Ctrl-C stops an answer |
 | `milepost info [MODEL]` | layers, bytes per token and per state, default spacing, smallest prompt that can hit, what \
 fits; reads no weights |
 | `milepost sim` | replay a trace or a workload through the real core, with policies side by side; loads no model |
+| `milepost cache` | list, check and clean a folder of stored prefixes, see `docs/stores.md` |
 
 A setting that cannot work, a budget too small for one request, a taken port or a file that is missing ends the command
 with status 2 and one line that names the option, before any weight is read.

@@ -41,8 +41,8 @@ def test_options_of_a_file_are_used_and_the_command_line_wins(tmp_path: Path, se
         "no-enable-prefix-caching: true\napi-key: [first, second]\nrequest-timeout: 30\nhost: 0.0.0.0\n",
     )
     run("--config", path, "--max-model-len", "200", "--host", "127.0.0.1")
-    ((model, options, server_options, host, port),) = served
-    assert (model, host, port) == (None, "127.0.0.1", 9001)
+    ((model, options, server_options, host, port, log_format),) = served
+    assert (model, host, port, log_format) == (None, "127.0.0.1", 9001, "text")
     assert options.cache_bytes == 64 << 20
     assert options.max_model_len == 200
     assert (options.seed, options.served_model_name) == (5, "from-file")

@@ -93,6 +93,12 @@ def media_split() -> ReuseReport:
     return reuse_report(harness.cache, harness.cache.match(chain, 15), chain, 15)
 
 
+def prompt_logprobs() -> ReuseReport:
+    harness = Harness()
+    harness.serve(numbered(18))
+    return report(harness, numbered(18), prompt_logprobs=0)
+
+
 SCENARIOS: list[tuple[str, Callable[[], ReuseReport], int, int, str | None, int | None]] = [
     # reason, scenario, cached, lost to a missing state, limiting group, divergence
     (reasons.HIT, hit, 16, 0, None, None),
@@ -105,6 +111,7 @@ SCENARIOS: list[tuple[str, Callable[[], ReuseReport], int, int, str | None, int 
     (reasons.DISABLED, disabled, 0, 0, None, None),
     (reasons.DISABLED, bypassed, 0, 0, None, None),
     (reasons.MEDIA_SPLIT, media_split, 4, 0, None, None),
+    (reasons.PROMPT_LOGPROBS, prompt_logprobs, 0, 0, None, None),
 ]
 
 

@@ -6,89 +6,21 @@ name. Together with the segments it builds on, it must be a hit after the restar
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-import subprocess
-import sys
 import threading
-import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-import httpx
+from tests.e2e.processes import KilledServer, Served
 
 from milepost.core.hashing import CacheDomain, KeyChain
 from milepost.stores.segment_format import decode_head
 
 UNIT = 32
-START_SECONDS = 120
 Generate = Callable[[list[int], int], list[int]]
 """Prompt, number of tokens -> the answer of an engine that never stopped."""
-
-
-class KilledServer(Exception):
-    """The server was gone before it had answered."""
-
-
-class Served:
-    """One process of `milepost serve`."""
-
-    def __init__(self, folder: Path, budget_bytes: int, log: Path) -> None:
-        command = [
-            sys.executable, "-m", "milepost", "serve", "--port", "0", "--prefix-match-unit", str(UNIT),
-            "--persist", str(folder), "--persist-bytes", str(budget_bytes), "--kv-load-policy", "always",
-            "--cache-bytes", "64MiB",
-        ]  # fmt: skip
-        self._log = log
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ)
-        self.url = self._wait_until_ready()
-        self.client = httpx.Client(timeout=60, trust_env=False)
-
-    def _wait_until_ready(self) -> str:
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            found = re.search(r"listening on (http://\S+)", self._log.read_text(errors="replace"))
-            if found is not None:
-                try:
-                    if httpx.get(f"{found[1]}/health", trust_env=False, timeout=5).status_code == 200:
-                        return found[1]
-                except httpx.TransportError:
-                    pass
-            assert self.process.poll() is None, self._log.read_text(errors="replace")
-            time.sleep(0.02)
-        raise AssertionError(f"not ready in time: {self._log.read_text(errors='replace')}")
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-
-    def end(self) -> None:
-        self.kill()
-        self.process.wait()
-        self.client.close()
-
-    def complete(self, prompt: list[int], max_tokens: int) -> tuple[list[int], int]:
-        """Answer ids and reused tokens.
-
-        Raises:
-            KilledServer: the connection broke.
-        """
-        body = {
-            "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
-            "return_token_ids": True,
-        }  # fmt: skip
-        try:
-            answer = self.client.post(f"{self.url}/v1/completions", json=body)
-        except httpx.TransportError as error:
-            raise KilledServer from error
-        assert answer.status_code == 200, answer.text
-        content = answer.json()
-        cached = content["usage"]["prompt_tokens_details"]["cached_tokens"]
-        return content["choices"][0]["token_ids"], cached
 
 
 def durable_positions(folder: Path) -> dict[bytes, int]:
@@ -134,9 +66,13 @@ def run_kills(
 ) -> Report:
     """Serve conversations, kill at random moments, restart, go on. Everything is asserted on the way."""
     rng, report = Random(seed), Report()
+    arguments = [
+        "--prefix-match-unit", str(UNIT), "--persist", str(folder), "--persist-bytes", str(budget_bytes),
+        "--kv-load-policy", "always", "--cache-bytes", "64MiB",
+    ]  # fmt: skip
     conversations: list[list[int]] = [[] for _ in range(3)]
     systems = [[rng.randrange(300, 2000) for _ in range(100)] for _ in range(2)]
-    server = Served(folder, budget_bytes, log)
+    server = Served(arguments, log)
     timer = kill_later(server, rng)
     usable: dict[bytes, int] = {}
     fresh = set(range(3))
@@ -161,7 +97,7 @@ def run_kills(
                 usable = durable_positions(folder)
                 report.most_bytes = max(report.most_bytes, folder_bytes(folder))
                 assert folder_bytes(folder) <= budget_bytes
-                server = Served(folder, budget_bytes, log)
+                server = Served(arguments, log)
                 fresh = set(range(3))
                 timer = kill_later(server, rng)
                 continue

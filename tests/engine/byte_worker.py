@@ -28,6 +28,7 @@ from milepost.core.plan import (
     ChunkResult,
     SampledToken,
     SamplingParams,
+    ScoredToken,
     StepPlan,
     StepResult,
 )
@@ -149,9 +150,19 @@ class ByteWorker:
         logits = b""
         if chunk.captures_logits:
             logits = array("f", self._scores(after, live)).tobytes()
-        return ChunkResult(
-            chunk.request_id, chunk.end, [export.position for export in chunk.exports], sampled, logits
-        )
+        exported = [export.position for export in chunk.exports]
+        scores = [
+            self._scored(after[: chunk.start + chunk.scored_offset + row + 1], token_id, chunk, live)
+            for row, token_id in enumerate(array("I", chunk.scored_tokens))
+        ]
+        return ChunkResult(chunk.request_id, chunk.end, exported, sampled, logits, scores)
+
+    def _scored(self, before: array[int], token_id: int, chunk: ChunkPlan, live: _Live) -> ScoredToken:
+        raw = self._scores(before, live)
+        total = math.log(sum(math.exp(score) for score in raw))
+        best = sorted(range(self.vocab_size), key=lambda i: -raw[i])[: chunk.num_score_logprobs]
+        rank = 1 + sum(score > raw[token_id] for score in raw)
+        return ScoredToken(token_id, raw[token_id] - total, rank, [(i, raw[i] - total) for i in best])
 
     def _write(self, slot: int, tokens: array[int], live: _Live) -> None:
         self._slots[slot] = tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,6 +143,24 @@ def test_where_answers_are_parsed_all_of_content_is_text(
     assert control(models[model_type], [USER, assistant(content)]) != plain
     monkeypatch.setattr(models[model_type][1], "reads_generated_answers", False)
     assert control(models[model_type], [USER, assistant(content)]) == plain
+
+
+@pytest.mark.parametrize("model_type", sorted(TOKENS))
+def test_templates_of_the_directory_are_safe_where_answers_are_parsed(
+    tmp_path: Path, models: Any, model_type: str
+) -> None:
+    """A Jinja version of the format; `<think>` stays a token, it is looked for by other templates."""
+    directory = write_directory(tmp_path, model_type)
+    built_in = models[model_type][1].template_source
+    (directory / "chat_template.jinja").write_text(built_in)
+    tokenizer = Tokenizer.from_directory(directory)
+    renderer = ChatRenderer.from_directory(directory, tokenizer)
+    evil = "".join(name for name in TOKENS[model_type] if "[" not in name)
+    plain = control((tokenizer, renderer), [USER, assistant("x", reasoning_content="x")])
+    attack = [USER, assistant(evil, reasoning_content=evil)]
+    assert control((tokenizer, renderer), attack) != plain
+    renderer.reads_generated_answers = False
+    assert control((tokenizer, renderer), attack) == plain
 
 
 def test_clients_cannot_send_generated_calls(models: Any) -> None:

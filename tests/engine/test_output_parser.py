@@ -138,8 +138,11 @@ def test_text_without_tags_is_content(
     assert parsed(formats[name], text).content == text
 
 
+# Without signs of tags: hypothesis takes words from the modules it sees, and a tag token in the wrong place
+# comes back as text.
 texts = st.text(
-    alphabet=st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Cn")), max_size=12
+    alphabet=st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Cn"), exclude_characters="<"),
+    max_size=12,
 ).map(lambda text: text.strip())
 values = st.recursive(st.none() | st.booleans() | st.integers() | texts, lambda of: st.lists(of, max_size=2))
 arguments = st.dictionaries(st.from_regex(r"[a-z]{1,6}", fullmatch=True), values, max_size=3)

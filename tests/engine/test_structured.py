@@ -112,6 +112,15 @@ def test_a_grammar_may_begin_behind_a_thought() -> None:
     assert answer.is_complete
 
 
+@pytest.mark.parametrize("vocab_size", [TOKENIZER.vocab_size, 448, 480, 481])
+def test_a_mask_is_one_row_of_the_vocabulary(vocab_size: int) -> None:
+    answer = GrammarCompiler(TOKENIZER, vocab_size).compile(choice_grammar(["fox"], "p"))
+    assert len(answer.allowed_tokens(0)) == packed_size(vocab_size)
+    think_end = next(t.token_id for t in TOKENIZER.control_tokens if t.content == "</think>")
+    later = GrammarCompiler(TOKENIZER, vocab_size).compile(choice_grammar(["fox"], "p"), after=(think_end,))
+    assert len(later.allowed_tokens(0)) == packed_size(vocab_size)
+
+
 def test_packed_bits() -> None:
     assert packed_bits(3) == b"\x07\x00\x00\x00"
     assert packed_bits(33, [0, 32]) == b"\xfe\xff\xff\xff\x00\x00\x00\x00"

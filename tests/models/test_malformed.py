@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support import family_geometries
 from tests.support.checkpoints import write_checkpoint
 from tests.support.families import FAMILIES, LAYOUTS, kinds_of_tensors, write_family
 
@@ -53,7 +54,7 @@ def kinds(layout: str, tensors: Tensors) -> list[str]:
 
 def test_every_model_type_has_a_family_here() -> None:
     types = {name.removesuffix("_text") for name in PARSERS}
-    assert types == set(FAMILIES)
+    assert types == set(FAMILIES) == set(family_geometries.FAMILIES)
 
 
 def test_intact_ones_are_accepted(tmp_path: Path, layout: str, tensors: Tensors) -> None:

@@ -75,7 +75,6 @@ BAD_COMPLETIONS = [
     ({"prompt": ["a"] * 20, "n": 100}, "n", "1024 answers"),
     ({"prompt": "a", "logprobs": 21}, "logprobs", "between 0 and 20"),
     ({"prompt": "a", "logprobs": -1}, "logprobs", "between 0 and 20"),
-    ({"prompt": "a", "echo": True, "logprobs": 1}, "echo", "logprobs"),
     ({"prompt": "a", "stop": ""}, "stop", "empty"),
     ({"prompt": "a", "stop": ["a", ""]}, "stop", "empty"),
     ({"prompt": "a", "stop": ["x"] * 65}, "stop", "at most 64"),

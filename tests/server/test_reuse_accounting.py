@@ -135,6 +135,13 @@ def workload(script: Script) -> None:
     # More prompts than the budget holds.
     for number in range(8, 20):
         ask(ids(number, 80 + number), 4)
+    evicted = ask(ids(8, 88), 4)
+    assert (evicted["reason"], evicted["cached_tokens"], evicted["tokens_lost_to_eviction"]) == (
+        "cold",
+        0,
+        80,
+    )
+    assert evicted["eviction"].startswith("drop:")
     preempt(script)
 
 
@@ -164,6 +171,7 @@ def preempt(script: Script) -> None:
 
     scheduler.schedule = preempting
     script.ask(ids(30, 60), 12)
+    script.ask(ids(30, 60), 1, prompt_logprobs=0)
     scheduler.schedule = schedule
     assert len(done) == 1
     assert engine.is_healthy
@@ -182,7 +190,9 @@ def test_every_report_has_every_field(script: Script, lines: list[str]) -> None:
         assert set(report) == {
             "prompt_tokens", "cached_tokens", "computed_tokens", "matched_tokens",
             "tokens_lost_to_missing_state", "limiting_group", "reason", "first_divergence", "retokenized_at",
+            "tokens_lost_to_eviction", "eviction",
         }  # fmt: skip
+        assert (report["tokens_lost_to_eviction"] > 0) == (report["eviction"] is not None)
         assert set(report["matched_tokens"]) == ({"mla", "kda"} if report["reason"] != "disabled" else set())
         assert report["cached_tokens"] <= min(report["matched_tokens"].values(), default=0)
         lost = max(report["matched_tokens"].get("mla", 0) - report["cached_tokens"], 0)
@@ -271,6 +281,16 @@ def test_checkpoints_published_are_there_or_among_the_evictions(script: Script, 
     assert {"drop", "merge"} <= set(moves) and moves["drop"] > 0
     values = script.server.metrics()
     assert values["milepost:evicted_bytes_total"] > 0 and values["milepost:evicted_tokens_total"] > 0
+
+
+def test_tokens_lost_to_evictions_are_those_of_the_reports(script: Script, lines: list[str]) -> None:
+    lost: Counter[str] = Counter()
+    for report in script.reports:
+        if report["eviction"] is not None:
+            lost[report["eviction"].partition(":")[0]] += report["tokens_lost_to_eviction"]
+    moves = script.metrics("milepost:tokens_lost_to_eviction_total", "move")
+    assert {move: int(number) for move, number in moves.items()} == dict(lost)
+    assert sum(lost.values()) > 0
 
 
 def test_refusals_name_why_and_what(script: Script, lines: list[str]) -> None:

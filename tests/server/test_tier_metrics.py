@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.engine.replicas import Replica, file_store, replica, words
 
+from milepost.engine.lookups import LOOKUP_OUTCOMES
 from milepost.engine.serving import EMBEDDED_MODEL
-from milepost.engine.tiering import LOOKUP_OUTCOMES
 from milepost.engine.tokenizer import Tokenizer
 from milepost.models.loading import LoadedModel, load_model
 from milepost.server.tier_metrics import TierCollector

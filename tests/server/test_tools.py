@@ -74,6 +74,10 @@ def test_answers_are_taken_apart(
     message, finish = answer.choices[0].message, "tool_calls" if arguments else "stop"
     assert (message.content or "") == content
     assert (getattr(message, "reasoning_content", None) or "") == reasoning
+    assert answer.usage is not None
+    details = answer.usage.completion_tokens_details
+    assert (details is None) == (not reasoning)
+    assert details is None or 0 < (details.reasoning_tokens or 0) < answer.usage.completion_tokens
     assert getattr(message, "reasoning", None) == getattr(message, "reasoning_content", None)
     assert [call.function.arguments for call in message.tool_calls or ()] == arguments
     assert answer.choices[0].finish_reason == finish

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.stores.harness import FileHarness, Harness, MemoryHarness, MooncakeHarness, RedisHarness
-from tests.stores.services import Server, start_mooncake, start_redis
+from tests.stores.services import Server, free_port, start_mooncake, start_redis
 
 BOUNDED_KINDS = ["memory", "file", "redis"]
 """These keep to a bound in bytes themselves."""
 SERVICES = {"redis", "mooncake"}
 # Mooncake's ports listen on all interfaces: its tests run in a network of their own (test_mooncake.py).
-KINDS = ["mooncake"] if os.environ.get("MILEPOST_STORE_KIND") == "mooncake" else BOUNDED_KINDS
+WITH_DISK = os.environ.get("MILEPOST_STORE_KIND") == "mooncake-ssd"
+KINDS = ["mooncake"] if "MILEPOST_STORE_KIND" in os.environ else BOUNDED_KINDS
 
 
 def _parameters(kinds: list[str]) -> list[object]:
@@ -34,18 +36,27 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def mooncake_master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = start_mooncake(tmp_path_factory.mktemp("mooncake"))
+    server = start_mooncake(
+        tmp_path_factory.mktemp("mooncake"), *(["--enable_offload=true"] if WITH_DISK else [])
+    )
     yield server
     server.kill()
 
 
 @pytest.fixture(scope="session")
-def mooncake_connections(mooncake_master: Server) -> Iterator[list[object]]:
+def mooncake_connections(
+    mooncake_master: Server, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[object]]:
     """Two clients of one pool, as of two replicas."""
     from milepost.stores.mooncake_client import MooncakeConnection, MooncakeOptions
 
     options = MooncakeOptions(f"127.0.0.1:{mooncake_master.port}", 96 << 20, buffer_bytes=32 << 20)
-    connections = [MooncakeConnection(options) for _ in range(2)]
+    if WITH_DISK:
+        folder = tmp_path_factory.mktemp("disk")
+        on_disk = replace(options, ssd_path=str(folder), ssd_bytes=1 << 30, host=f"127.0.0.1:{free_port()}")
+        connections = [MooncakeConnection(on_disk), MooncakeConnection(replace(options, segment_bytes=0))]
+    else:
+        connections = [MooncakeConnection(options) for _ in range(2)]
     yield connections
     for connection in connections:
         connection.close()

@@ -22,6 +22,7 @@ from milepost.stores.address import open_stores, parse_address
 from milepost.stores.guard import GuardedStore, GuardOptions
 from milepost.stores.mooncake import MooncakeStore
 from milepost.stores.mooncake_client import MooncakeConnection, MooncakeOptions
+from milepost.stores.port import StoredSegment
 from milepost.stores.tiers import Tiers
 
 pytestmark = pytest.mark.service
@@ -266,14 +267,36 @@ def test_the_disk_of_a_replica_survives_it_and_the_master(tmp_path: Path) -> Non
     server.start()
     owner = start_owner(server, "", ssd_path, host)
     reader = MooncakeStore(connect(server, 0), IDENTITY)
+    wait_for(reader, wanted, [True] * 4)
     assert reader.lookup([*keys(wanted), keys(chain("never", 1))[0]], deadline_seconds=SECONDS) == [
         *(each.header for each in wanted),
         None,
     ]
-    end = time.monotonic() + 40
-    while None in (loaded := reader.load(keys(wanted), deadline_seconds=SECONDS)):
-        assert time.monotonic() < end, reader.outcomes.snapshot()
-        time.sleep(0.3)
-    assert [payload(each) for each in loaded] == [payload(each) for each in wanted]
+    # What the disk changed is found by our own checksum.
     kill(owner)
     server.kill()
+    needle = bytes(wanted[1].payload[0][5000:5100])
+    (file,) = [path for path in Path(ssd_path).rglob("*") if path.is_file() and needle in path.read_bytes()]
+    file.write_bytes(file.read_bytes().replace(needle, needle[:-1] + bytes([needle[-1] ^ 1])))
+    server.start()
+    owner = start_owner(server, "", ssd_path, host)
+    wait_for(reader, wanted, [True, False, True, True])
+    assert reader.outcomes.get(oc.LOAD, oc.CORRUPT) == 1
+    kill(owner)
+    server.kill()
+
+
+def wait_for(store: MooncakeStore, segments: list[StoredSegment], wanted: list[bool]) -> None:
+    """Until exactly these can be loaded; what comes back is right all the while."""
+    end = time.monotonic() + 40
+    while True:
+        try:
+            loaded = store.load(keys(segments), deadline_seconds=SECONDS)
+        except StoreError:
+            loaded = [None] * len(segments)
+        for each, want in zip(loaded, segments, strict=True):
+            assert each is None or payload(each) == payload(want)
+        if [each is not None for each in loaded] == wanted:
+            return
+        assert time.monotonic() < end, store.outcomes.snapshot()
+        time.sleep(0.3)

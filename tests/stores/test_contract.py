@@ -258,11 +258,3 @@ def test_a_second_client_and_a_restart(harness: Harness) -> None:
     assert [payload(each) for each in loaded] == [payload(each) for each in segments]
     assert second.remove([segments[2].header.key], deadline_seconds=SECONDS) == 1
     assert first.lookup(keys(segments), deadline_seconds=SECONDS)[2] is None
-
-
-def test_the_identity_is_checked_before_anything_is_made_of_it() -> None:
-    for fingerprint in ("", "xyz", "../../etc", "AB" * 32, "a" * 200):
-        with pytest.raises(Exception, match="fingerprint is 8 to 128"):
-            Identity(fingerprint)
-    with pytest.raises(Exception, match="rank 2 of 2"):
-        Identity(FINGERPRINT, (2, 2))

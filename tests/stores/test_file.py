@@ -194,18 +194,22 @@ def start_writer(root: Path, budget_bytes: int, name: str) -> subprocess.Popen[s
     return writer
 
 
-def test_a_writer_that_is_killed_leaves_nothing_half_written(tmp_path: Path) -> None:
-    """Killed in the middle of batches: whole objects or none, within the budget, leftovers swept."""
+@pytest.mark.parametrize("num_rounds", [5, pytest.param(50, marks=pytest.mark.slow)])
+def test_a_writer_that_is_killed_leaves_nothing_half_written(tmp_path: Path, num_rounds: int) -> None:
+    """Killed in the middle of batches: whole objects or none, within the budget, leftovers swept, and what
+    had its name at the kill is there after the restart."""
     root, budget_bytes = tmp_path / "store", 3 * MIB
     source = random.Random(7)
-    for round_number in range(6):
+    for round_number in range(num_rounds):
         writer = start_writer(root, budget_bytes, f"round {round_number}")
         time.sleep(source.uniform(0.01, 0.12))
         writer.kill()
         writer.wait()
         output = writer.stdout.read() if writer.stdout else ""
         assert bytes_below(root) <= budget_bytes
+        durable = {path for path in files_below(root) if path.suffix != ".tmp"}
         store = open_store(root, budget_bytes)
+        assert set(files_below(root)) == durable
         assert not list(root.rglob("*.tmp"))
         assert store.used_bytes == sum(disk_bytes(path.stat().st_size) for path in files_below(root))
         num_saved = len(output.splitlines())
@@ -308,6 +312,27 @@ def test_a_parent_of_another_process_is_protected(tmp_path: Path) -> None:
     assert all(first.lookup(keys([parent, child]), deadline_seconds=SECONDS))
 
 
+def test_an_object_that_is_evicted_while_it_is_read_comes_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = segment("read", record_bytes=3 << 20)
+    budget = disk_bytes(512 + one.header.payload_bytes)
+    store, other = open_store(tmp_path / "store", budget), open_store(tmp_path / "store", budget)
+    store.save([one], deadline_seconds=SECONDS)
+    real = os.preadv
+    evicted: list[bool] = []
+
+    def slowly(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if offset and not evicted:
+            evicted.extend(other.save([segment("next", record_bytes=3 << 20)], deadline_seconds=SECONDS))
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(folder_module.os, "preadv", slowly)
+    (loaded,) = store.load([one.header.key], deadline_seconds=SECONDS)
+    assert evicted == [True] and not store.path_of(one.header.key).exists()
+    assert payload(loaded) == payload(one)
+
+
 def test_readers_are_not_blocked_and_writers_give_up_in_time(tmp_path: Path) -> None:
     """Another process stands still with the lock."""
     store = open_store(tmp_path / "store")
@@ -351,6 +376,53 @@ def test_a_full_disk_saves_nothing_and_leaves_nothing(
     assert store.used_bytes == used_bytes
     assert len(files_below(tmp_path)) == 1
     assert store.save(chain("unlucky", 2), deadline_seconds=SECONDS) == [True, True]
+
+
+FULL_DISK = """
+import sys
+from pathlib import Path
+from milepost.stores import outcomes as oc
+from milepost.stores.file import FileStore
+from tests.stores.segments import IDENTITY, chain, keys, payload
+store = FileStore(Path(sys.argv[1]) / "store", IDENTITY, budget_bytes=1 << 30)
+segments = chain("full", 12, record_bytes=60_000)
+saved = store.save(segments, deadline_seconds=20.0)
+loaded = store.load(keys(segments), deadline_seconds=20.0)
+assert [each is not None for each in loaded] == saved and True in saved and False in saved
+assert all(each is None or payload(each) == payload(want) for each, want in zip(loaded, segments))
+assert store.outcomes.get(oc.SAVE, oc.FULL) == saved.count(False)
+assert not list(Path(sys.argv[1]).rglob("*.tmp"))
+store.remove(keys(segments), deadline_seconds=20.0)
+assert store.save(segments[:3], deadline_seconds=20.0) == [True] * 3
+"""
+
+
+def test_a_small_disk_that_really_is_full(tmp_path: Path) -> None:
+    mount = 'mount -t tmpfs -o size=1m tmpfs "$0" && exec "$@"'
+    for flags in ("-m", "-rm"):
+        isolate = ["unshare", flags, "bash", "-c", mount, str(tmp_path)]
+        try:
+            if subprocess.run([*isolate, "true"], capture_output=True, timeout=20).returncode == 0:
+                break
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+    else:
+        pytest.skip("this system lets nobody mount")
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    command = [*isolate, sys.executable, "-c", FULL_DISK, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_lock_that_the_file_system_does_not_have_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", fails)
+    with pytest.raises(StoreError, match="No locks available"):
+        open_store(tmp_path / "store")
 
 
 def test_an_unreadable_disk_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

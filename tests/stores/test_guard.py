@@ -271,6 +271,18 @@ def test_the_meter_finds_latency_and_bandwidth() -> None:
     assert meter.totals()[oc.LOAD].num_bytes == 50 * 11_000_000
 
 
+def test_a_lookup_of_many_keys_does_not_raise_the_latency() -> None:
+    meter = Meter(call_seconds=0.01)
+    meter.record(oc.LOOKUP, 0.5, 0, num_keys=4000)
+    assert meter.call_seconds == 0.01
+    meter.record(oc.LOOKUP, 0.001, 0, num_keys=4000)
+    meter.record(oc.LOOKUP, 0.001, 0, num_keys=4000)
+    assert meter.call_seconds < 0.01
+    before = meter.call_seconds
+    meter.record(oc.LOOKUP, 0.5, 0, num_keys=5)
+    assert meter.call_seconds > before
+
+
 def test_misses_leave_the_estimate_alone_and_timeouts_lower_it() -> None:
     meter = Meter()
     meter.record(oc.LOAD, 0.1, 10_000_000)

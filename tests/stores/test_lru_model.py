@@ -165,7 +165,71 @@ class FileMachine(LruMachine):
         shutil.rmtree(self.root)
 
 
+class SharedFolder(RuleBasedStateMachine):
+    """Several stores over one folder, as of several processes. Which object goes is not the model's here,
+    but the bound, the account and the order on the disk hold for all of them together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = Path(tempfile.mkdtemp())
+        self.stores = [self.opened() for _ in range(3)]
+
+    def opened(self) -> FileStore:
+        return FileStore(self.root, IDENTITY, budget_bytes=BUDGET_BYTES)
+
+    @rule(which=st.integers(0, 2), index=st.integers(0, len(SEGMENTS) - 1))
+    def save(self, which: int, index: int) -> None:
+        one = SEGMENTS[index]
+        saved = self.stores[which].save([one], deadline_seconds=SECONDS)
+        for store in self.stores:
+            found = store.lookup([one.header.key], deadline_seconds=SECONDS)
+            assert [header is not None for header in found] == saved
+
+    @rule(which=st.integers(0, 2), indices=st.lists(st.integers(0, len(SEGMENTS) - 1), max_size=4))
+    def load(self, which: int, indices: list[int]) -> None:
+        wanted = [SEGMENTS[index] for index in indices]
+        loaded = self.stores[which].load([each.header.key for each in wanted], deadline_seconds=SECONDS)
+        for stored, each in zip(loaded, wanted, strict=True):
+            assert payload(stored) == (payload(each) if self.path(each.header.key).exists() else None)
+
+    @rule(which=st.integers(0, 2), index=st.integers(0, len(SEGMENTS) - 1))
+    def remove(self, which: int, index: int) -> None:
+        key = SEGMENTS[index].header.key
+        present = self.path(key).exists()
+        assert self.stores[which].remove([key], deadline_seconds=SECONDS) == present
+        assert not self.path(key).exists()
+
+    @rule(which=st.integers(0, 2))
+    def restart(self, which: int) -> None:
+        self.stores[which].close()
+        self.stores[which] = self.opened()
+
+    def path(self, key: bytes) -> Path:
+        return self.stores[0].path_of(key)
+
+    @invariant()
+    def the_account_is_right_and_within_the_bound(self) -> None:
+        files = [path for path in self.root.rglob("*") if path.is_file() and path.name != LEDGER_NAME]
+        total_bytes = sum(disk_bytes(path.stat().st_size) for path in files)
+        assert {store.used_bytes for store in self.stores} == {total_bytes}
+        assert total_bytes <= BUDGET_BYTES
+
+    @invariant()
+    def parents_are_not_older_than_their_children(self) -> None:
+        for each in SEGMENTS:
+            child, parent = self.path(each.header.key), self.path(each.header.parent_key)
+            if each.header.parent_key and child.exists() and parent.exists():
+                assert parent.stat().st_mtime_ns >= child.stat().st_mtime_ns
+
+    def teardown(self) -> None:
+        for store in self.stores:
+            store.close()
+        shutil.rmtree(self.root)
+
+
 TestMemoryStore = MemoryMachine.TestCase
 TestMemoryStore.settings = settings(max_examples=60, stateful_step_count=40)
 TestFileStore = FileMachine.TestCase
 TestFileStore.settings = settings(max_examples=25, stateful_step_count=40)
+TestSharedFolder = SharedFolder.TestCase
+TestSharedFolder.settings = settings(max_examples=25, stateful_step_count=40)

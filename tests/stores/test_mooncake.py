@@ -31,8 +31,15 @@ def own_network() -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("module", ["test_contract.py", "mooncake_cases.py"])
-def test_with_a_real_pool(module: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "module"),
+    [
+        ("mooncake", "test_contract.py"),
+        ("mooncake-ssd", "test_contract.py"),
+        ("mooncake", "mooncake_cases.py"),
+    ],
+)
+def test_with_a_real_pool(kind: str, module: str, tmp_path: Path) -> None:
     pytest.importorskip("mooncake", reason="the mooncake extra is not installed")
     command = [
         *own_network(), sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
@@ -40,7 +47,7 @@ def test_with_a_real_pool(module: str, tmp_path: Path) -> None:
     ]  # fmt: skip
     environment = {
         **os.environ,
-        "MILEPOST_STORE_KIND": "mooncake",
+        "MILEPOST_STORE_KIND": kind,
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
     }
     environment.pop("PYTEST_XDIST_WORKER", None)

@@ -26,6 +26,7 @@ from milepost.stores.segment_format import (
     decode_head,
     encode_head,
     head_bytes_needed,
+    with_digest,
 )
 
 
@@ -164,6 +165,17 @@ def test_a_payload_of_another_length_is_not_written() -> None:
         encode_head(dataclasses.replace(stored, payload=stored.payload[:1]))
 
 
+def test_a_wrong_digest_makes_an_object_that_nobody_accepts() -> None:
+    stored = segment("digest")
+    assert encode_head(with_digest(stored)) == encode_head(stored)
+    wrong = dataclasses.replace(stored, payload_digest=bytes(32))
+    with pytest.raises(CorruptSegmentError, match="payload does not match"):
+        decode(object_of(wrong))
+    read = decode(object_of(stored))
+    assert read.payload_digest == sha256(payload(stored) or b"").digest()
+    assert with_digest(read) is read
+
+
 def test_only_the_expected_segment_is_accepted() -> None:
     header = chain("expected", 2)[1].header
     check_expected(header, header.key, IDENTITY)
@@ -174,3 +186,33 @@ def test_only_the_expected_segment_is_accepted() -> None:
     ]:
         with pytest.raises(ForeignSegmentError):
             check_expected(header, key, identity)
+
+
+def test_the_identity_is_checked_before_anything_is_made_of_it() -> None:
+    for fingerprint in ("", "xyz", "../../etc", "AB" * 32, "a" * 200):
+        with pytest.raises(StoreError, match="fingerprint is 8 to 128"):
+            Identity(fingerprint)
+    with pytest.raises(StoreError, match="rank 2 of 2"):
+        Identity(FINGERPRINT, (2, 2))
+    for fingerprint in ("a" * 8, "0123456789abcdef", "f" * 128):
+        assert Identity(fingerprint).shard == (0, 1)
+    for fingerprint in ("a" * 7, "f" * 129):
+        with pytest.raises(StoreError):
+            Identity(fingerprint)
+
+
+def test_a_header_has_a_limit() -> None:
+    """Nobody reserves memory for a length that a torn head names."""
+    stored = segment("limit")
+    fitting = (1 << 20) - 600
+    for num_bytes, fits in ((fitting, True), (1 << 20, False)):
+        header = msgspec.structs.replace(stored.header, reason="r" * num_bytes)
+        large = dataclasses.replace(stored, header=header)
+        data = forge(header, payload(stored) or b"")
+        if fits:
+            assert decode(encode_head(large) + (payload(stored) or b"")).header == header
+        else:
+            with pytest.raises(StoreError, match="1048576 are allowed"):
+                encode_head(large)
+            with pytest.raises(CorruptSegmentError, match="a header of"):
+                head_bytes_needed(data[:512])

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from milepost import __version__
 from milepost.cli import options as opt
+from milepost.cli.cache import app as cache_app
 from milepost.config import DEFAULT_MATCH_UNIT, SchedulerConfig
 from milepost.errors import ConfigError, MilepostError, RequestError
 
@@ -21,6 +22,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(cache_app)
 
 EXTRAS = {
     "torch": "cpu", "safetensors": "cpu", "numpy": "cpu", "tokenizers": "cpu",
@@ -114,12 +117,16 @@ def serve(
     kv_load_policy: opt.LoadPolicy = "auto",
     verify_weights: opt.VerifyWeights = False,
     kv_events_config: opt.KvEvents = None,
+    chat_template: opt.ChatTemplateFile = None,
+    generation_config: opt.GenerationConfig = "auto",
+    log_format: opt.LogFormat = "text",
     config: opt.ConfigFile = None,
 ) -> None:
     """Serve a model over the OpenAI API."""
     from milepost.cli.serve import serve_model
 
     options = opt.serving_options(
+        model=model,
         cache_bytes=cache_bytes,
         prefix_match_unit=prefix_match_unit,
         prefix_cache_retention_interval=prefix_cache_retention_interval,
@@ -136,6 +143,8 @@ def serve(
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
         max_queued_requests=max_queued_requests if max_queued_requests >= 0 else None,
+        chat_template=chat_template,
+        generation_config=generation_config,
         stores=opt.store_options(
             kv_store=kv_store,
             persist=persist,
@@ -154,7 +163,7 @@ def serve(
         admin_api_keys=admin_api_key or [],
         share_prefix_across_keys=share_prefix_across_keys,
     )
-    serve_model(model, options, server_options, host, port)
+    serve_model(model, options, server_options, host, port, log_format)
 
 
 @app.command()
@@ -174,6 +183,7 @@ def chat(
     from milepost.cli.chat import chat_with_model
 
     options = opt.serving_options(
+        model=model,
         cache_bytes=cache_bytes,
         prefix_match_unit=prefix_match_unit,
         enable_prefix_caching=enable_prefix_caching,
@@ -202,7 +212,7 @@ def complete(
     from milepost.cli.complete import complete_text
 
     options = opt.serving_options(
-        cache_bytes=cache_bytes, max_model_len=max_model_len, dtype=dtype, seed=seed
+        model=model, cache_bytes=cache_bytes, max_model_len=max_model_len, dtype=dtype, seed=seed
     )
     complete_text(
         None if model is None else Path(model), options, prompt,
@@ -227,6 +237,7 @@ def info(
     from milepost.cli.info import show_info
 
     options = opt.serving_options(
+        model=model,
         cache_bytes=cache_bytes,
         prefix_match_unit=prefix_match_unit,
         prefix_cache_retention_interval=prefix_cache_retention_interval,

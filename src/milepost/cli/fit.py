@@ -12,6 +12,7 @@ from milepost.core.chunking import effective_spacing
 from milepost.core.geometry import CacheGeometry
 
 if TYPE_CHECKING:
+    from milepost.engine.memory import MemoryPlan
     from milepost.engine.serving import ServingModel, ServingOptions
     from milepost.server.options import ServerOptions
 
@@ -74,6 +75,13 @@ def fit_line(fit: Fit, cache: CacheConfig) -> str:
     return "; ".join(parts)
 
 
+def memory_line(plan: MemoryPlan) -> str:
+    """What is going to be taken of the machine's memory, and what may be."""
+    parts = [f"{name} {format_size(size)}" for name, size in plan.parts().items() if size]
+    limit = f"{format_size(plan.limit.num_bytes)} ({plan.limit.source})"
+    return f"memory: {', '.join(parts)}; {format_size(plan.total)} of {limit}"
+
+
 def interval_text(fit: Fit) -> str:
     """The spacing of `interval` checkpoints."""
     if not fit.checkpoint_interval:
@@ -109,6 +117,10 @@ def settings_line(model: ServingModel, options: ServingOptions, server: ServerOp
     parts.append("no request timeout" if timeout is None else f"request timeout {timeout:g} s")
     parts.append(f"bodies up to {format_size(server.max_body_bytes)}")
     parts.append(f"{server.drain_seconds:g} s to drain")
+    defaults = model.defaults.described()
+    parts.append(
+        f"sampling defaults of the model: {defaults}" if defaults else "no sampling defaults of the model"
+    )
     num_keys = len(server.api_keys) + len(server.admin_api_keys)
     caches = "one cache for all" if server.share_prefix_across_keys else "a cache for each"
     parts.append(f"{num_keys} API keys with {caches}" if num_keys else "no API key needed")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from milepost.cli.fit import fit_line, fit_of
+from milepost.cli.fit import fit_line, fit_of, memory_line
 
 if TYPE_CHECKING:
     from milepost.engine.serving import ServingModel, ServingOptions
@@ -22,7 +22,8 @@ def load(directory: Path | None, options: ServingOptions, console: Console) -> S
     Raises:
         ConfigError, CheckpointFileError: see `load_serving_model`.
     """
-    from milepost.engine.serving import load_serving_model
+    from milepost.engine.serving import EMBEDDED_MODEL, load_serving_model, planned_memory
+    from milepost.models.description import model_directory
 
     with _progress(console) as on_progress:
         model = load_serving_model(directory, options, on_progress)
@@ -37,6 +38,9 @@ def load(directory: Path | None, options: ServingOptions, console: Console) -> S
             highlight=False,
             soft_wrap=True,
         )
+        path = model_directory(EMBEDDED_MODEL if directory is None else directory)
+        plan = planned_memory(path, about, options)
+        console.print(memory_line(plan), highlight=False, soft_wrap=True)
     console.print(
         fit_line(fit_of(model.geometry, model.cache, model.max_model_len), model.cache),
         highlight=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +21,8 @@ Model = Annotated[
     ),
 ]
 CacheBytes = Annotated[
-    str, typer.Option("--cache-bytes", help="One budget for pages and states, like 1GiB or 512MiB.")
+    str,
+    typer.Option("--cache-bytes", help="One budget for pages and states, like 8GiB, or auto = what is left."),
 ]
 MatchUnit = Annotated[
     int, typer.Option("--prefix-match-unit", help="Tokens; the finest boundary where a hit may land.")
@@ -169,6 +171,21 @@ KvEvents = Annotated[
         help='Publish cache events for routers: JSON such as {"endpoint": "tcp://127.0.0.1:5557"}.',
     ),
 ]
+ChatTemplateFile = Annotated[
+    Path | None,
+    typer.Option("--chat-template", help="File with a Jinja chat template. Default: the model's own."),
+]
+GenerationConfig = Annotated[
+    str,
+    typer.Option(
+        "--generation-config",
+        help="Where defaults of temperature, top_p and the like come from: auto = the model's "
+        "generation_config.json, none, or a path.",
+    ),
+]
+LogFormat = Annotated[
+    str, typer.Option("--log-format", help="text, or json = one object per line, start-up included.")
+]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
@@ -180,6 +197,7 @@ ConfigFile = Annotated[
 ]
 
 DEFAULT_CACHE_SIZE = "1GiB"
+AUTO_CACHE = "auto"
 DEFAULT_BODY_SIZE = "32MiB"
 DEFAULT_MAX_QUEUED_REQUESTS = 1024
 DEFAULT_DRAIN_SECONDS = 20.0
@@ -193,23 +211,39 @@ def serving_options(
     prefix_cache_retention_interval: int | None = None,
     decode_interval: int | None = None,
     dtype: str = "auto",
+    model: str | Path | None = None,
     **others: Any,
 ) -> Any:
     """`engine.serving.ServingOptions` from option values (imported late: it needs the extras).
+
+    Args:
+        model: whose weights share the memory with a budget of `auto`.
 
     Raises:
         ConfigError: a value that cannot work, by its name.
     """
     from milepost.engine.serving import ServingOptions
 
-    return ServingOptions(
-        cache_bytes=parse_size(cache_bytes),
+    is_auto = cache_bytes.strip().lower() == AUTO_CACHE
+    options = ServingOptions(
+        cache_bytes=1 if is_auto else parse_size(cache_bytes),
         match_unit=prefix_match_unit,
         checkpoint_interval=prefix_cache_retention_interval,
         decode_interval=decode_interval,
         dtype=None if dtype == "auto" else dtype,
         **others,
     )
+    return _with_auto_cache(options, model) if is_auto else options
+
+
+def _with_auto_cache(options: Any, model: str | Path | None) -> Any:
+    from milepost.engine.memory import auto_cache_bytes, available_memory
+    from milepost.engine.serving import EMBEDDED_MODEL, planned_memory
+    from milepost.models.description import describe, model_directory
+
+    directory = model_directory(EMBEDDED_MODEL if model is None else model)
+    plan = planned_memory(directory, describe(directory, dtype=options.dtype), options)
+    return replace(options, cache_bytes=auto_cache_bytes(plan, available_memory()))
 
 
 def store_options(

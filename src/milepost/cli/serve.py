@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, cast
 
 from rich.console import Console
 
@@ -17,7 +16,12 @@ if TYPE_CHECKING:
 
 
 def serve_model(
-    directory: Path | None, options: ServingOptions, server_options: ServerOptions, host: str, port: int
+    directory: Path | None,
+    options: ServingOptions,
+    server_options: ServerOptions,
+    host: str,
+    port: int,
+    log_format: str = "text",
 ) -> None:
     """Load a model and serve it until a signal. The port is taken, and answers 503, before anything is
     loaded.
@@ -26,11 +30,14 @@ def serve_model(
         MilepostError: what keeps it from serving, or why it stopped by itself.
     """
     from milepost.server.app import Server, bind
+    from milepost.server.logs import LineLog, configure_logging
 
-    console = Console(stderr=True)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    for name in ("httpx", "uvicorn.error", "asyncio"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    configure_logging(log_format)
+    console = (
+        Console(stderr=True)
+        if log_format == "text"
+        else Console(file=cast(IO[str], LineLog("milepost.serve")), width=10_000)
+    )
 
     def load_model() -> ServingModel:
         model = load(directory, options, console)

@@ -16,6 +16,7 @@ def build_chunk(
     num_tokens = len(request.tokens)
     exports = lease.exports
     replaced, lease.replaced = lease.replaced, []
+    scored_start, scored_end = scored_rows(request, end)
     return ChunkPlan(
         request.request_id,
         start,
@@ -30,7 +31,19 @@ def build_chunk(
         num_tokens - request.num_prompt_tokens,
         request.captures_logits and end == request.num_prompt_tokens,
         draft_tokens=draft_tokens,
+        scored_offset=scored_start - start,
+        scored_tokens=token_bytes(request.tokens[scored_start + 1 : scored_end + 1]),
+        num_score_logprobs=request.prompt_logprobs or 0,
     )
+
+
+def scored_rows(request: Request, end: int) -> tuple[int, int]:
+    """Positions [first, last) below `end` whose logits score the prompt token behind them."""
+    start = request.num_processed
+    if not request.is_scored:
+        return start, start
+    first = max(start, request.num_scored)
+    return first, max(first, min(end, request.num_prompt_tokens - 1))
 
 
 def build_start(request: Request, lease: Lease, num_units: int) -> WorkerRequest:

@@ -83,8 +83,11 @@ class Evictor:
         """Free the checkpoint of a node whose only lease does not need it; its pages stay."""
         self._free_state(node, "merge")
 
-    def drop_subtree(self, root: Node) -> int:
+    def drop_subtree(self, root: Node, move: str = "condemned") -> int:
         """Drop `root` and everything behind it, whatever its value; returns the checkpoints dropped.
+
+        Args:
+            move: under which the evictions are counted.
 
         Raises:
             ValueError: a lease still stands in the subtree.
@@ -94,10 +97,11 @@ class Evictor:
             order.extend(node.children.values())
         num_checkpoints = 0
         for node in reversed(order):
+            reason = node.reason or reasons.INTERVAL
             if node.states is not None:
-                self._free_state(node, "condemned")
+                self._free_state(node, move)
                 num_checkpoints += 1
-            self._remove_unit(node, "condemned")
+            self._remove_unit(node, move, reason)
         self.counters.evicted_bytes += len(order) * self._unit_bytes
         self.counters.num_evicted_tokens += len(order) * self.geometry.match_unit
         return num_checkpoints
@@ -142,6 +146,10 @@ class Evictor:
                 heappush(self._heap, (rank, self._num_ranked, node, node.last_used))
         self._changed = {}
 
+    def rank(self, node: Node, now: float) -> tuple[bool, float]:
+        """Sort key of a checkpoint: the smallest goes first. Changes nothing."""
+        return eviction_rank(self._record(node, now))
+
     def _record(self, node: Node, now: float) -> SegmentRecord:
         below = self.tree.position_below(node)
         freed = self._checkpoint_bytes
@@ -181,12 +189,12 @@ class Evictor:
         self.counters.evicted_bytes += self._checkpoint_bytes
         self.losses.remember(node.key, move, reason)
 
-    def _remove_unit(self, node: Node, move: str) -> None:
+    def _remove_unit(self, node: Node, move: str, reason: str) -> None:
         for pool, page in enumerate(self.tree.remove_leaf(node)):
             if page >= 0:
                 self.memory.release(pool, page)
         if not self.geometry.recurrent:
-            self.losses.remember(node.key, move, reasons.INTERVAL)
+            self.losses.remember(node.key, move, reason)
 
     def _drop_tail(self, node: Node, move: str, reason: str) -> None:
         """Remove `node` and its ancestors as far as nothing else needs their pages."""
@@ -196,7 +204,7 @@ class Evictor:
             if current.children or current.states is not None or current.pins:
                 break
             parent = current.parent
-            self._remove_unit(current, move)
+            self._remove_unit(current, move, reason)
             num_units += 1
             current = parent
         if move == "stranded":

@@ -16,12 +16,25 @@ MAX_COMPARED_CHILDREN = 64
 
 
 def reuse_report(
-    cache: PrefixCache, match: Match, chain: KeyChain, num_prompt_tokens: int, *, uses_cache: bool = True
+    cache: PrefixCache,
+    match: Match,
+    chain: KeyChain,
+    num_prompt_tokens: int,
+    *,
+    uses_cache: bool = True,
+    is_scored: bool = False,
 ) -> ReuseReport:
-    """Explain a match. Looks at paths of the request's own domain only."""
+    """Explain a match. Looks at paths of the request's own domain only.
+
+    Args:
+        is_scored: log-probabilities of prompt tokens are asked for, which ended the look-up.
+    """
     unit = cache.match_unit
     is_enabled = cache.config.enable_prefix_caching and uses_cache
     divergence = first_divergence(cache, match, chain) if is_enabled else None
+    reason = _reason(match, divergence) if is_enabled else reasons.DISABLED
+    if is_enabled and is_scored and num_prompt_tokens > unit:
+        reason = reasons.PROMPT_LOGPROBS
     lost = max(0, match.hit.attention_units - match.units) * unit
     evicted = 0 if match.loss is None else (match.loss.units - match.units) * unit
     return ReuseReport(
@@ -30,7 +43,7 @@ def reuse_report(
         num_matched_tokens={name: units * unit for name, units in match.hit.units_by_group.items()},
         num_tokens_lost_to_missing_state=lost,
         limiting_group=match.hit.limiting_group,
-        reason=_reason(match, divergence) if is_enabled else reasons.DISABLED,
+        reason=reason,
         divergence_position=divergence,
         num_tokens_lost_to_eviction=evicted,
         eviction=None if match.loss is None else (match.loss.cause, match.loss.reason),

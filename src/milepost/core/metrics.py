@@ -22,7 +22,8 @@ class CacheCounters:
             what a cache of any size would have reused of what this one saw.
         checkpoints_by_reason: checkpoints published.
         evictions: (move, checkpoint reason) -> count; moves: "drop", "merge", "thin", "reclaim" (a
-            request goes on in the slot), "condemned" (an audit failed), "stranded" (pages only).
+            request goes on in the slot), "condemned" (an audit failed), "forgotten" (a caller asked for
+            it), "stranded" (pages only).
         evicted_bytes: bytes freed by evictions.
         num_restored_checkpoints: checkpoints that came from a store (counted by reason as well).
         refusals: (why, checkpoint reason) -> count of checkpoints that were wanted and not kept.

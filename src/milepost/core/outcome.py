@@ -6,7 +6,7 @@ from array import array
 
 from milepost.core import reasons
 from milepost.core.hashing import token_bytes
-from milepost.core.plan import ChunkPlan, ChunkResult
+from milepost.core.plan import TOKEN_BYTES, ChunkPlan, ChunkResult
 from milepost.core.prefix_cache import PrefixCache
 from milepost.core.request import Request, RequestUpdate
 from milepost.core.units import is_multiple
@@ -44,6 +44,9 @@ def settle_chunk(
     # Accepted drafts are tokens like any other: the chain must know them before their units are published.
     request.tokens.extend(token.token_id for token in result.sampled)
     request.num_processed = end = result.end
+    if result.scores:
+        request.num_scored = chunk.start + chunk.scored_offset + len(result.scores)
+        update.scores = result.scores
     if is_decode:
         cache.counters.num_decode_tokens += end - chunk.start
         if chunk.num_drafts or lease.previous is not None or is_multiple(end, cache.match_unit):
@@ -72,6 +75,9 @@ def _mismatch(chunk: ChunkPlan, result: ChunkResult | None) -> str | None:
         return f"the worker acknowledged position {result.end}, planned was {planned}"
     if len(result.sampled) != num_planned:
         return f"the worker sampled {len(result.sampled)} tokens, planned were {num_planned}"
+    num_scored = len(chunk.scored_tokens) // TOKEN_BYTES
+    if len(result.scores) != num_scored:
+        return f"the worker scored {len(result.scores)} tokens, planned were {num_scored}"
     if any(not 0 <= token.token_id <= MAX_TOKEN_ID for token in result.sampled):
         return f"the worker sampled a token id outside of [0, {MAX_TOKEN_ID}]"
     accepted = token_bytes(array("I", (token.token_id for token in result.sampled[:num_accepted])))

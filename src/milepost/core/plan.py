@@ -107,6 +107,10 @@ class ChunkPlan:
         allowed_tokens: the ids that may be sampled: packed bits, the lowest id in the lowest bit of the
             first byte, rounded up to whole 32-bit words; one row per sample, joined. Empty = all of them.
             The scheduler leaves it empty, the engine fills it in for answers that follow a grammar.
+        scored_offset: rows from here on are scored, as many as `scored_tokens` has.
+        scored_tokens: for each of these rows the token that follows it in the prompt (uint32 LE), the last
+            of them beyond the chunk; its log-probability is returned. Empty = no row is scored.
+        num_score_logprobs: so many of the most likely tokens are returned with each of them.
     """
 
     request_id: int
@@ -122,6 +126,9 @@ class ChunkPlan:
     output_position: int
     captures_logits: bool = False
     allowed_tokens: bytes = b""
+    scored_offset: int = 0
+    scored_tokens: bytes = b""
+    num_score_logprobs: int = 0
     draft_tokens: bytes = b""
 
     @property
@@ -190,6 +197,21 @@ class SampledToken:
 
 
 @dataclass(slots=True)
+class ScoredToken:
+    """A token of the prompt under the model's raw distribution behind the tokens before it.
+
+    Attributes:
+        rank: 1 = the most likely one; tokens with the same logit share the better rank.
+        top_logprobs: the most likely (token id, logprob), descending.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_logprobs: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class ChunkResult:
     """Acknowledges what the worker really wrote for one chunk.
 
@@ -199,6 +221,7 @@ class ChunkResult:
         exported_positions: positions, at most `end`, whose export was written.
         sampled: `num_samples` tokens, plus one for each accepted draft; the last one was not processed.
         logits: float32 little-endian logits of the last row, before any processing, if asked for.
+        scores: one per token in `scored_tokens`.
     """
 
     request_id: int
@@ -206,6 +229,7 @@ class ChunkResult:
     exported_positions: list[int]
     sampled: list[SampledToken]
     logits: bytes = b""
+    scores: list[ScoredToken] = field(default_factory=list)
 
 
 @dataclass(slots=True)

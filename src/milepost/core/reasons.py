@@ -38,7 +38,11 @@ DISABLED = "disabled"
 """Prefix caching is off."""
 MEDIA_SPLIT = "media_split"
 """The deeper boundary lies inside a media item."""
-MISS_REASONS = (COLD, DIVERGED, PATH_ENDS, NO_STATE, NO_PAGES, TOO_SHORT, DISABLED, MEDIA_SPLIT)
+PROMPT_LOGPROBS = "prompt_logprobs"
+"""Log-probabilities of prompt tokens were asked for: they are computed, not stored."""
+MISS_REASONS = (
+    COLD, DIVERGED, PATH_ENDS, NO_STATE, NO_PAGES, TOO_SHORT, DISABLED, MEDIA_SPLIT, PROMPT_LOGPROBS,
+)  # fmt: skip
 
 REFUSED_NO_MEMORY = "no_memory"
 """A checkpoint was not kept because nothing of less value could make room."""

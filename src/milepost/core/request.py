@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from milepost.core.hashing import CacheDomain, KeyChain, MediaSpan
-from milepost.core.plan import SampledToken, SamplingParams
+from milepost.core.plan import SampledToken, SamplingParams, ScoredToken
 from milepost.core.reasons import WANTED_BY_CALLER
 from milepost.errors import RequestError
 
@@ -104,6 +104,7 @@ class RequestUpdate:
         stop_token_id: the stop id that ended it; it is then the last of `tokens`.
         reuse: set once, on the first update after the first admission.
         logits: float32 logits behind the prompt, if the request captures them.
+        scores: of the next tokens of the prompt, in order; the first token has none.
     """
 
     request_id: int
@@ -113,6 +114,7 @@ class RequestUpdate:
     reuse: ReuseReport | None = None
     error: str | None = None
     logits: bytes = b""
+    scores: list[ScoredToken] = field(default_factory=list)
 
 
 class Request:
@@ -130,6 +132,8 @@ class Request:
         priority: lower runs first; from `queues.BACKGROUND_PRIORITY` on only when nothing else does.
         uses_drafts: False = decode token by token (what may be sampled next is only known one token at a
             time, as for answers that follow a grammar).
+        prompt_logprobs: None = none; k >= 0 = log-probability of each prompt token but the first, and of the
+            k most likely ones. What is asked for is computed, so nothing before it is reused.
         owner: owners that compete get equal shares (`queues.FairShare`); never enters a hash.
 
     Raises:
@@ -140,7 +144,8 @@ class Request:
     __slots__ = (
         "arrival", "captures_logits", "chain", "conversation", "domain", "finish_reason", "is_counted",
         "drafting", "lease", "max_tokens", "media", "num_preemptions", "num_processed",
-        "num_prompt_tokens", "owner", "pending_abort", "pin_seconds", "prefill_end", "priority", "request_id",
+        "num_prompt_tokens", "num_scored", "owner", "pending_abort", "pin_seconds", "prefill_end",
+        "priority", "prompt_logprobs", "request_id",
         "retention_priority", "reuse", "reuse_reported", "sampling", "status", "stop_ids", "tokens", "turn",
         "uses_cache", "uses_drafts", "wanted", "wanted_by_caller",
     )  # fmt: skip
@@ -162,6 +167,7 @@ class Request:
         captures_logits: bool = False,
         retention_priority: int = 0,
         pin_seconds: float = 0.0,
+        prompt_logprobs: int | None = None,
         owner: str = "",
         uses_drafts: bool = True,
     ) -> None:
@@ -189,6 +195,8 @@ class Request:
         self.wanted_by_caller = self._checked_wanted(wanted)
         self.stop_ids = frozenset(sampling.stop_token_ids)
         self.status = RequestStatus.WAITING
+        self.prompt_logprobs = prompt_logprobs
+        self.num_scored = 0
         self.owner = owner
         self.uses_drafts = uses_drafts
         self.drafting: DraftRecord | None = None
@@ -233,6 +241,23 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
+
+    @property
+    def num_match_tokens(self) -> int:
+        """Tokens a hit is looked for in: all, or up to the first row whose logits are still to come."""
+        if self.is_scored:
+            return min(self.num_tokens, self.num_scored + 1)
+        return self.num_tokens
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still to be computed."""
+        return self.prompt_logprobs is not None and self.num_scored < self.num_prompt_tokens - 1
+
+    @property
+    def follows_others(self) -> bool:
+        """Whether it is worth waiting for a prefix that somebody else computes or stored."""
+        return self.uses_cache and not self.is_scored
 
     @property
     def num_output_tokens(self) -> int:

@@ -131,7 +131,7 @@ class Scheduler:
             else []
         )  # fmt: skip
         self.waiting.push(request)
-        if self._is_caching and request.uses_cache:
+        if self._is_caching and request.follows_others:
             following = self.siblings.register(request)
             if following is not None:
                 self._want_junction(following.leader, following.boundary)
@@ -362,7 +362,9 @@ class Scheduler:
 
     def _try_admit(self, plan: StepPlan, request: Request, num_budget_tokens: int) -> int:
         chain = request.known_chain
-        match = self.cache.match(chain, request.num_tokens) if request.uses_cache else self.cache.no_match()
+        match = self.cache.no_match()
+        if request.uses_cache:
+            match = self.cache.match(chain, request.num_match_tokens)
         if not fits(self.cache, request, match, self.running, self.transfers):
             return 0
         lease = self.cache.open(match, chain, self._now, uses_cache=request.uses_cache)
@@ -393,7 +395,7 @@ class Scheduler:
         if request.reuse is None:
             request.reuse = reuse_report(
                 self.cache, match, request.known_chain, request.num_prompt_tokens,
-                uses_cache=request.uses_cache,
+                uses_cache=request.uses_cache, is_scored=request.is_scored,
             )  # fmt: skip
             if request.is_counted:
                 count_query(self.cache.counters, request.reuse)
@@ -443,7 +445,7 @@ class Scheduler:
             if reason is not None:
                 update.finish_reason = reason
                 self._end(request, reason, is_sound=is_sound)
-            if update.tokens or update.finish_reason or update.reuse:
+            if update.tokens or update.finish_reason or update.reuse or update.scores:
                 updates.append(update)
         return updates
 

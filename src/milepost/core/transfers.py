@@ -57,6 +57,10 @@ class TransferCost:
         return self.seconds_per_load + num_bytes * self.seconds_per_byte
 
 
+ANY_COST = TransferCost(seconds_per_token=1.0, seconds_per_byte=0.0, seconds_per_load=0.0)
+"""Of whoever wants everything there is, however long it takes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outlook:
     """What a waiting request would reuse now, and what a store could add.
@@ -188,7 +192,7 @@ class Transfers:
     def outlook(self, request: Request) -> Outlook | None:
         """What `request` would reuse, and the keys a store may know; None if nothing can be added."""
         chain = request.chain
-        if chain is None or not request.uses_cache or not self._cache.config.enable_prefix_caching:
+        if chain is None or not request.follows_others or not self._cache.config.enable_prefix_caching:
             return None
         match = self._cache.match(chain, request.num_tokens)
         limit = chain.unsplit_units(match.limit_units)

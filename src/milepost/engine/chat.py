@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from milepost.engine.built_in_templates import built_in_templates
+from milepost.engine.kimi_answers import STRUCTURE_TOKENS
 from milepost.engine.markers import Marker
 from milepost.engine.params import check_text_length
 from milepost.engine.shield import Shield, new_mark
 from milepost.engine.template import ChatTemplate, ChatTemplates
-from milepost.engine.tokenizer import Tokenizer
+from milepost.engine.tokenizer import ControlToken, Tokenizer
 from milepost.engine.written_json import read_arguments
 from milepost.errors import RequestError
 
@@ -72,7 +73,8 @@ class ChatRenderer:
     Control tokens come from the template only. The one exception: in text and thoughts of *assistant*
     messages the added tokens that are not special (`<think>`, `<tool_call>`) are read as tokens, because
     the model wrote them as tokens and templates look for them there. Templates that take answers apart
-    (`ChatTemplate.split_answer`) do without the exception.
+    (`ChatTemplate.split_answer`) do without the exception, and it never covers the marks of the Kimi
+    formats where the server takes answers apart.
 
     Attributes:
         reads_generated_answers: whether an answer may come back as it was generated, marks included.
@@ -86,19 +88,30 @@ class ChatRenderer:
         self.longest_control = max((len(t.content) for t in tokenizer.control_tokens), default=0)
         self._mark = new_mark()
         self._shield = Shield(tokenizer.control_tokens, self._mark)
-        self._assistant_shield = Shield(
-            (t for t in tokenizer.control_tokens if t.special),
-            self._mark,
-            kept=(t for t in tokenizer.control_tokens if not t.special),
+        self._assistant_shield = self._shield_except(lambda token: not token.special)
+        self._parsed_shield = self._shield_except(
+            lambda token: not token.special and token.content not in STRUCTURE_TOKENS
         )
 
+    def _shield_except(self, is_kept: Callable[[ControlToken], bool]) -> Shield:
+        tokens = self._tokenizer.control_tokens
+        stopped = [token for token in tokens if not is_kept(token)]
+        return Shield(stopped, self._mark, kept=filter(is_kept, tokens))
+
     @classmethod
-    def from_directory(cls, directory: Path, tokenizer: Tokenizer) -> ChatRenderer:
+    def from_directory(
+        cls, directory: Path, tokenizer: Tokenizer, template_file: Path | None = None
+    ) -> ChatRenderer:
         """With the template found in a model directory, or the one built in for its family.
+
+        Args:
+            template_file: used instead of either.
 
         Raises:
             CheckpointFileError: a template that is none, or control tokens it needs are not named.
         """
+        if template_file is not None:
+            return cls(tokenizer, ChatTemplates.from_file(template_file, tokenizer.named_tokens))
         templates = ChatTemplates.from_directory(directory, tokenizer.settings, tokenizer.named_tokens)
         return cls(tokenizer, templates or built_in_templates(directory, tokenizer))
 
@@ -209,7 +222,7 @@ class ChatRenderer:
         """Fields of an assistant message in which control tokens may stand."""
         if template.split_answer is None:
             texts = {key: message[key] for key in THINKING_KEYS if message.get(key) is not None}
-            shield = self._assistant_shield
+            shield = self._assistant_shield if self.reads_generated_answers else self._parsed_shield
             return {key: shield.value(value) for key, value in {**texts, "content": content}.items()}
         is_parsed = message.get("reasoning_content") or message.get("tool_calls")
         if is_parsed or not self.reads_generated_answers or not isinstance(content, str):

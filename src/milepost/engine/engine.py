@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import copy
 import dataclasses
 import itertools
 import logging
@@ -42,6 +41,7 @@ from milepost.engine.messages import (
     ReuseExplanation,
 )
 from milepost.engine.observer import Observer
+from milepost.engine.snapshots import Snapshots
 from milepost.engine.tiering import Tiering
 from milepost.engine.tokenizer import Tokenizer
 from milepost.errors import InvariantError, MilepostError, WorkerError
@@ -57,18 +57,10 @@ log = logging.getLogger(__name__)
 request_log = logging.getLogger("milepost.request")
 
 MAX_FAILED_STEPS_IN_A_ROW = 5
-STATS_INTERVAL_SECONDS = 0.1
-STATS_COST_FACTOR = 100
-"""A snapshot visits every checkpoint; with very many it is taken less often, for at most 1 % of the time."""
 FLUSH_SECONDS = 15.0
 """How long the end of the engine may wait for stores."""
 IDLE_STEP_WAIT_SECONDS = 0.002
 """Pause after a plan without work while requests are unfinished; new messages end it at once."""
-
-
-def _frozen(stats: CoreStats) -> CoreStats:
-    """The core's counters live on; other threads read a copy."""
-    return dataclasses.replace(stats, counters=copy.deepcopy(stats.counters))
 
 
 class Engine:
@@ -97,7 +89,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._clock = clock
         self._observers = list(observers)
-        self._explainer = ReuseExplainer(tokenizer)
+        self.explainer = ReuseExplainer(tokenizer)
         self._ids = itertools.count(1)
         self._auditor = HitAuditor(audit or AuditConfig(), scheduler, lambda: next(self._ids), self._condemn)
         self._limit = QueueLimit(max_queued_requests, scheduler.config.max_num_seqs)
@@ -108,8 +100,7 @@ class Engine:
         self._answers: dict[int, Answer] = {}
         self._flushes: list[Callable[[], None]] = []
         self._failed_steps = 0
-        self._stats = _frozen(scheduler.stats())
-        self._stats_due = 0.0
+        self._snapshots = Snapshots(scheduler, clock)
         self._needs_flush_step = False
         self._turns: list[Callable[[], None]] = []
         """Called in the engine thread before every step."""
@@ -169,11 +160,19 @@ class Engine:
 
     def fresh_stats(self) -> Future[CoreStats]:
         """Counters as of the end of the current step."""
-        return self._call(lambda: _frozen(self._scheduler.stats()))
+        return self._call(self._snapshots.fresh)
+
+    def look(self, view: Callable[[Scheduler, float], T]) -> Future[T]:
+        """What `view` makes of the core between two steps; it must change nothing."""
+        return self.act(view)
+
+    def act(self, change: Callable[[Scheduler, float], T]) -> Future[T]:
+        """Let `change` work on the core between two steps. It must not raise, or the engine stops."""
+        return self._call(lambda: change(self._scheduler, self._clock()))
 
     def stats(self) -> CoreStats:
         """The last snapshot, usually at most a tenth of a second old while the engine works; never waits."""
-        return self._stats
+        return self._snapshots.latest
 
     def audits(self) -> AuditCounts:
         """What audits of hits found so far; never waits."""
@@ -230,6 +229,7 @@ class Engine:
 
     def _call(self, function: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # nobody can cancel it under the engine thread
 
         def run() -> None:
             try:
@@ -285,7 +285,7 @@ class Engine:
                 turn()
             if self._needs_step():
                 return True
-            self._take_stats()
+            self._snapshots.take()
 
     def _needs_step(self) -> bool:
         return self._scheduler.has_unfinished_requests or self._needs_flush_step or self._auditor.has_work
@@ -306,8 +306,8 @@ class Engine:
         self._deliver(updates)
         if self._failed_steps >= MAX_FAILED_STEPS_IN_A_ROW:
             raise WorkerError(f"{self._failed_steps} steps failed in a row, the last with {result.error}")
-        if not self._needs_step() or self._clock() >= self._stats_due:
-            self._take_stats()
+        if not self._needs_step() or self._snapshots.is_due:
+            self._snapshots.take()
         if not plan.chunks and self._scheduler.has_unfinished_requests:
             with self._wake:
                 if not (self._inbox or self._stopping or (self._tiering and self._tiering.has_work)):
@@ -328,12 +328,6 @@ class Engine:
         if self._tiering is not None:
             self._tiering.note_step(plan, self._clock() - begun)
         return result
-
-    def _take_stats(self) -> None:
-        begun = self._clock()
-        self._stats = _frozen(self._scheduler.stats())
-        ended = self._clock()
-        self._stats_due = ended + max(STATS_INTERVAL_SECONDS, STATS_COST_FACTOR * (ended - begun))
 
     def _add(self, request_id: int, request: GenerationRequest, sink: Sink, submitted_at: float) -> None:
         scheduler = self._scheduler
@@ -357,6 +351,7 @@ class Engine:
                     captures_logits=self._auditor.wants_logits(request),
                     retention_priority=request.retention_priority,
                     pin_seconds=request.pin_seconds,
+                    prompt_logprobs=request.prompt_logprobs,
                     owner=request.owner,
                     is_counted=request.is_counted,
                 )
@@ -394,6 +389,7 @@ class Engine:
                 )
                 continue
             delta = answer.advance(update)
+            delta.prompt_scores = update.scores
             if answer.failure is not None:
                 self._scheduler.abort(answer.request_id)
                 self._drop(answer, EngineError(answer.failure), "error")
@@ -411,14 +407,14 @@ class Engine:
             self._note_tokens(answer, len(delta.tokens), now)
             if delta.finish_reason is not None:
                 self._finish(answer, update, delta)
-            if delta.tokens or delta.finish_reason or delta.reuse:
+            if delta.tokens or delta.finish_reason or delta.reuse or delta.prompt_scores:
                 answer.sink(delta)
         self._flush()
 
     def _explain(self, request: GenerationRequest, update: RequestUpdate) -> ReuseExplanation:
         if update.reuse is None:
             raise ValueError(f"request {update.request_id} was not admitted")
-        reuse = self._explainer.explain(request.domain, request.prompt_token_ids, update.reuse)
+        reuse = self.explainer.explain(request.domain, request.prompt_token_ids, update.reuse)
         note = self._tiering.take_note(update.request_id) if self._tiering is not None else None
         return dataclasses.replace(reuse, load=note) if note is not None else reuse
 
@@ -433,7 +429,7 @@ class Engine:
         if update.finish_reason is None:
             self._scheduler.finish(answer.request_id)
         del self._answers[answer.request_id]
-        self._explainer.remember(answer.request.domain, answer.request.prompt_token_ids, answer.generated)
+        self.explainer.remember(answer.request.domain, answer.request.prompt_token_ids, answer.generated)
         self._record(answer, delta.finish_reason or "stop")
 
     def _note_tokens(self, answer: Answer, num_tokens: int, now: float) -> None:
@@ -459,7 +455,7 @@ class Engine:
         if not answer.request.is_counted:
             return
         record = answer.record(finish_reason, now)
-        request_log.info("%s", record.log_line())
+        request_log.info("%s", record.log_line(), extra={"fields": record.log_fields()})
         for observer in self._observers:
             observer.finished(record)
 

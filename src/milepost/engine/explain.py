@@ -45,6 +45,17 @@ class ReuseExplainer:
         while len(self._answers) > self._max_answers:
             self._answers.popitem(last=False)
 
+    def forget(self, domain: CacheDomain, prompt: array[int], num_kept_tokens: int) -> None:
+        """Forget answers within `prompt` behind its first `num_kept_tokens`, and all of the domain to longer
+        prompts: these may go on from it."""
+        data = prompt.tobytes()
+        for key, answer in tuple(self._answers.items()):
+            length = answer.num_prompt_tokens
+            inside = num_kept_tokens < length <= len(prompt)
+            digest = blake2b(data[: length * prompt.itemsize], digest_size=16).digest() if inside else b""
+            if key[0] == domain and (length > len(prompt) or digest == key[1]):
+                del self._answers[key]
+
     def explain(self, domain: CacheDomain, prompt: array[int], report: ReuseReport) -> ReuseExplanation:
         """The report in the words of the response."""
         retokenized_at = None
@@ -62,6 +73,8 @@ class ReuseExplainer:
             reason=reason,
             first_divergence=report.divergence_position,
             retokenized_at=retokenized_at,
+            num_tokens_lost_to_eviction=report.num_tokens_lost_to_eviction,
+            eviction=None if report.eviction is None else ":".join(report.eviction),
         )
 
     def _retokenized_at(self, domain: CacheDomain, prompt: array[int]) -> int | None:

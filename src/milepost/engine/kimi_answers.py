@@ -27,6 +27,15 @@ _ARGUMENT = re.compile(
 )
 _TOOL_NAME = re.compile(r' tool="(.*?)"', re.DOTALL)
 
+STRUCTURE_TOKENS = frozenset(
+    {
+        *("<|open|>", "<|close|>", "<|sep|>"),
+        *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    }
+)
+"""Control tokens that are not special and that no text has once an answer is taken apart."""
+
 _SECTION_BEGIN, _SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _LINEAR_CALL = re.compile(
     r"<\|tool_call_begin\|>(?>(.+?)<\|tool_call_argument_begin\|>)(.*?)<\|tool_call_end\|>", re.DOTALL

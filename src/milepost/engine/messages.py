@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from milepost.core.plan import SampledToken, SamplingParams
+from milepost.core.plan import SampledToken, SamplingParams, ScoredToken
 from milepost.core.request import CacheDomain
 from milepost.engine.constraints import Constraint
 from milepost.errors import MilepostError
@@ -52,6 +52,7 @@ class GenerationRequest:
         marks: control tokens that the deltas' `marked` text must tell from ordinary text: id -> character.
         constraint: what the answer must follow; it belongs to this request alone.
         label: how log lines call the request.
+        prompt_logprobs: None = none; k = log-probabilities of its prompt tokens, with the k best.
         owner: who competes for a fair share; requests with the same one wait for each other.
         is_counted: False = in no metric and no log (the warm-up).
     """
@@ -72,6 +73,7 @@ class GenerationRequest:
     marks: Mapping[int, str] | None = None
     constraint: Constraint | None = None
     label: str = ""
+    prompt_logprobs: int | None = None
     owner: str = ""
     is_counted: bool = True
 
@@ -93,6 +95,15 @@ class LoadNote:
     num_tokens: int
     seconds: float
 
+    def as_dict(self) -> dict[str, Any]:
+        """The `load` object of a response."""
+        return {
+            "outcome": self.outcome,
+            "tier": self.tier,
+            "tokens": self.num_tokens,
+            "seconds": round(self.seconds, 6),
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class ReuseExplanation:
@@ -105,6 +116,9 @@ class ReuseExplanation:
         first_divergence: first token that differs from the nearest cached path, if one does.
         retokenized_at: token position where an earlier answer, encoded again from its text, got
             other ids than were generated.
+        num_tokens_lost_to_eviction: more that would have been reused if a checkpoint had not been evicted,
+            or refused.
+        eviction: "move:reason" of that eviction, or "why:reason" of that refusal.
         load: what stores contributed; None without stores, or if nothing was missing.
     """
 
@@ -117,6 +131,8 @@ class ReuseExplanation:
     first_divergence: int | None
     retokenized_at: int | None
     load: LoadNote | None = None
+    num_tokens_lost_to_eviction: int = 0
+    eviction: str | None = None
 
     @property
     def num_computed_tokens(self) -> int:
@@ -127,23 +143,22 @@ class ReuseExplanation:
         """`reason` without a position: a bounded set, fit for a metric label."""
         return self.reason.partition("@")[0]
 
-    def log_fields(self) -> list[str]:
-        """`name=value` for the request log; `-` stands for none."""
-        matched = ",".join(f"{group}:{number}" for group, number in self.matched_tokens.items())
-        first_divergence = "-" if self.first_divergence is None else self.first_divergence
-        fields = [
-            f"cached_tokens={self.num_cached_tokens}",
-            f"computed_tokens={self.num_computed_tokens}",
-            f"reason={self.reason}",
-            f"matched_tokens={matched or '-'}",
-            f"lost_to_missing_state={self.num_tokens_lost_to_missing_state}",
-            f"limiting_group={self.limiting_group or '-'}",
-            f"first_divergence={first_divergence}",
-        ]
+    def log_fields(self) -> dict[str, Any]:
+        """Names and values for the request log."""
+        fields: dict[str, Any] = {
+            "cached_tokens": self.num_cached_tokens,
+            "computed_tokens": self.num_computed_tokens,
+            "reason": self.reason,
+            "matched_tokens": dict(self.matched_tokens),
+            "lost_to_missing_state": self.num_tokens_lost_to_missing_state,
+            "lost_to_eviction": self.num_tokens_lost_to_eviction,
+            "limiting_group": self.limiting_group,
+            "first_divergence": self.first_divergence,
+        }
         if self.load is not None:
-            fields.append(f"load={self.load.outcome}")
-            fields.append(f"loaded_tokens={self.load.num_tokens}")
-            fields.append(f"load_seconds={self.load.seconds:.4f}")
+            fields["load"] = self.load.outcome
+            fields["loaded_tokens"] = self.load.num_tokens
+            fields["load_seconds"] = round(self.load.seconds, 4)
         return fields
 
     def as_dict(self) -> dict[str, Any]:
@@ -154,18 +169,15 @@ class ReuseExplanation:
             "computed_tokens": self.num_computed_tokens,
             "matched_tokens": dict(self.matched_tokens),
             "tokens_lost_to_missing_state": self.num_tokens_lost_to_missing_state,
+            "tokens_lost_to_eviction": self.num_tokens_lost_to_eviction,
+            "eviction": self.eviction,
             "limiting_group": self.limiting_group,
             "reason": self.reason,
             "first_divergence": self.first_divergence,
             "retokenized_at": self.retokenized_at,
         }
         if self.load is not None:
-            fields["load"] = {
-                "outcome": self.load.outcome,
-                "tier": self.load.tier,
-                "tokens": self.load.num_tokens,
-                "seconds": round(self.load.seconds, 6),
-            }
+            fields["load"] = self.load.as_dict()
         return fields
 
 
@@ -196,6 +208,7 @@ class OutputDelta:
         finish_reason: "stop" or "length" on the last delta.
         stop_reason: the stop string or stop token id that ended the answer.
         reuse: on the first delta.
+        prompt_scores: of the next tokens of the prompt; the first one has none.
     """
 
     text: str = ""
@@ -205,6 +218,7 @@ class OutputDelta:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     reuse: ReuseExplanation | None = None
+    prompt_scores: list[ScoredToken] = field(default_factory=list)
 
     @property
     def token_ids(self) -> list[int]:
@@ -234,17 +248,27 @@ class FinishedRequest:
     time_to_first_token: float | None
     seconds: float
 
-    def log_line(self) -> str:
+    def log_fields(self) -> dict[str, Any]:
         """Counts and reasons only; never text."""
-        parts = [
-            f"request={self.label or self.request_id}",
-            f"finish={self.finish_reason}",
-            f"prompt_tokens={self.num_prompt_tokens}",
-        ]
+        fields: dict[str, Any] = {
+            "request": self.label or self.request_id,
+            "finish": self.finish_reason,
+            "prompt_tokens": self.num_prompt_tokens,
+        }
         if self.reuse is not None:
-            parts.extend(self.reuse.log_fields())
-        parts.append(f"generated_tokens={self.num_generated_tokens}")
+            fields |= self.reuse.log_fields()
+        fields["generated_tokens"] = self.num_generated_tokens
         if self.time_to_first_token is not None:
-            parts.append(f"ttft_ms={1000 * self.time_to_first_token:.1f}")
-        parts.append(f"e2e_ms={1000 * self.seconds:.1f}")
-        return " ".join(parts)
+            fields["ttft_ms"] = round(1000 * self.time_to_first_token, 1)
+        fields["e2e_ms"] = round(1000 * self.seconds, 1)
+        return fields
+
+    def log_line(self) -> str:
+        """`log_fields` as `name=value`; `-` stands for none."""
+        return " ".join(f"{name}={_as_text(value)}" for name, value in self.log_fields().items())
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ",".join(f"{key}:{number}" for key, number in value.items()) or "-"
+    return "-" if value is None else str(value)

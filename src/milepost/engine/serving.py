@@ -19,6 +19,8 @@ from milepost.engine.audit import AuditConfig, logit_bound
 from milepost.engine.blocking import answer
 from milepost.engine.chat import ChatRenderer
 from milepost.engine.engine import Engine
+from milepost.engine.generation_config import AUTO as AUTO_DEFAULTS
+from milepost.engine.generation_config import GenerationDefaults, generation_defaults
 from milepost.engine.messages import GenerationRequest
 from milepost.engine.output_parser import AUTO, OutputFormat
 from milepost.engine.params import random_seed
@@ -29,6 +31,7 @@ from milepost.errors import ConfigError
 
 if TYPE_CHECKING:
     from milepost.engine.kv_publisher import ZmqPublisher
+    from milepost.engine.memory import MemoryPlan
     from milepost.models.description import ModelDescription
 
 EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "assets" / "milepost-tiny"
@@ -49,6 +52,8 @@ class ServingOptions:
         seed: None = requests without a seed get a random one; else theirs are drawn from it.
         decode_interval: None = the default, rounded up to the match unit.
         max_queued_requests: requests that may wait for a seat; further ones are refused. None = no bound.
+        chat_template: file that replaces the model's template.
+        generation_config: where sampling defaults come from, see `generation_defaults`.
         stores: what lies beyond the process's memory.
     """
 
@@ -68,6 +73,8 @@ class ServingOptions:
     reasoning_parser: str = AUTO
     tool_call_parser: str = AUTO
     max_queued_requests: int | None = None
+    chat_template: Path | None = None
+    generation_config: str = AUTO_DEFAULTS
     stores: StoreOptions = StoreOptions()
 
     def cache_config(self) -> CacheConfig:
@@ -98,6 +105,7 @@ class ServingModel:
         description: None for a model that does not come from a directory (tests).
         audit: which hits are recomputed, and what counts as equal.
         grammars: compiles what structured answers follow.
+        defaults: sampling of requests that say nothing about it.
         exactness: what the self-test found a hit to promise on this machine, as one line.
         events: publishes cache events, if asked for.
     """
@@ -116,6 +124,7 @@ class ServingModel:
     description: ModelDescription | None = None
     audit: AuditConfig = field(default_factory=AuditConfig)
     exactness: str = ""
+    defaults: GenerationDefaults = GenerationDefaults()
     events: ZmqPublisher | None = None
     grammars: GrammarCompiler = field(init=False)
 
@@ -201,6 +210,7 @@ def load_serving_model(
     description = describe(path, dtype=options.dtype)
     geometry = description.layout.geometry(options.match_unit)
     max_model_len = check_budget(geometry, cache, description.max_model_len, options.max_model_len)
+    planned_memory(path, description, options).check()
     config = SchedulerConfig(options.max_num_batched_tokens, options.max_num_seqs, max_model_len)
     tokenizer = Tokenizer.from_directory(path)
     if tokenizer.vocab_size > description.vocab_size:
@@ -209,7 +219,8 @@ def load_serving_model(
             f"tokenizer.json has ids up to {tokenizer.vocab_size - 1}, the model has "
             f"{description.vocab_size} embeddings; the tokenizer belongs to another model",
         )
-    chat = ChatRenderer.from_directory(path, tokenizer)
+    chat = ChatRenderer.from_directory(path, tokenizer, options.chat_template)
+    defaults = generation_defaults(path, options.generation_config)
     output_format = OutputFormat.choose(
         tokenizer, chat.template_source, options.reasoning_parser, options.tool_call_parser
     )
@@ -245,7 +256,24 @@ def load_serving_model(
         description=description,
         audit=audit,
         exactness=promise.text,
+        defaults=defaults,
         events=connect_events(engine, options.stores, options.match_unit),
+    )
+
+
+def planned_memory(directory: Path, about: ModelDescription, options: ServingOptions) -> MemoryPlan:
+    """What serving it with these options takes."""
+    from milepost.engine.memory import memory_plan
+
+    return memory_plan(
+        directory,
+        about,
+        cache_bytes=options.cache_bytes,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_seqs=options.max_num_seqs,
+        store_bytes=sum(
+            address.budget_bytes or 0 for address in options.stores.addresses() if address.kind == "memory"
+        ),
     )
 
 

@@ -17,8 +17,9 @@ from milepost.engine.constraints import packed_bits
 from milepost.engine.tokenizer import Tokenizer
 from milepost.errors import RequestError
 
-WHITESPACE = "[ \\t\\n\\r]{0,32}"
-"""Between the tokens of JSON. Bounded: a model that finds nothing better writes line breaks for ever."""
+WHITESPACE = "( |\\r?\\n[ \\t]{0,40})?"
+"""Between the tokens of JSON: a space, or a line break and indentation. A model that finds nothing better
+writes white space for ever where it may."""
 KEPT_GRAMMARS = 64
 BODY = "body"
 """Name of the grammar of the answer proper inside of what a chat format writes around it."""
@@ -127,6 +128,7 @@ class GrammarCompiler:
             matcher = matcher_type(self._vocabulary, text, log_level=0)
             if matcher.is_error():
                 raise self._refusal(grammar, _first_line(matcher.get_error()))
+            matcher.compute_bitmask()  # the first one is the slowest, and copies share what it found
             with self._lock:
                 self._compiled[text] = matcher
                 while len(self._compiled) > KEPT_GRAMMARS:
@@ -195,13 +197,18 @@ class GuidedAnswer:
         self.is_complete = False
         self.failure: str | None = None
 
+    def fresh(self) -> GuidedAnswer:
+        """The same rules for another answer; only of one that has not begun."""
+        return GuidedAnswer(self._matcher.deep_copy(), self._after, self._unguided)
+
     def allowed_tokens(self, output_position: int) -> bytes:
         if output_position != len(self._token_ids):
             self.failure = f"token {output_position} is asked for, {len(self._token_ids)} are known"
             return b""
         if self._begin is None:
             return self._unguided
-        mask: bytes = self._matcher.compute_bitmask()
+        # The library's row may have a word more than the vocabulary.
+        mask: bytes = self._matcher.compute_bitmask()[: len(self._unguided)]
         if self._matcher.is_error() or not any(mask):
             self.failure = _first_line(self._matcher.get_error()) or "no token can follow"
             return b""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from milepost.engine import written_json
 from milepost.engine.kimi_answers import GeneratedCall
 from milepost.errors import CheckpointFileError, RequestError
+
+MAX_RENDERED_CHARS = 1 << 26
+MAX_RENDER_SECONDS = 30.0
 
 SplitAnswer = Callable[[str, Callable[[str], str]], dict[str, Any] | None]
 """(text of an answer, what makes a piece safe) -> fields of the message, or None if it is just text."""
@@ -55,6 +59,19 @@ def _as_written(value: Any) -> str:
     """A call without arguments has none, which is JSON's empty object."""
     absent = value is None or isinstance(value, Undefined)
     return "{}" if absent else written_json.as_written(value)
+
+
+def _bounded(pieces: Iterable[str]) -> Iterator[str]:
+    """`pieces` until they are too long or take too long: a template may loop over what clients send."""
+    deadline = time.monotonic() + MAX_RENDER_SECONDS
+    num_chars = 0
+    for piece in pieces:
+        num_chars += len(piece)
+        if num_chars > MAX_RENDERED_CHARS:
+            raise TemplateError(f"it makes more than {MAX_RENDERED_CHARS:,} characters of it")
+        if time.monotonic() > deadline:
+            raise TemplateError(f"it takes longer than {MAX_RENDER_SECONDS:g} s")
+        yield piece
 
 
 class ChatTemplate:
@@ -107,16 +124,15 @@ class ChatTemplate:
         Raises:
             RequestError: the template refuses these messages, or fails on them.
         """
+        given = {
+            **self._named_tokens,
+            **variables,
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return self._template.render(
-                {
-                    **self._named_tokens,
-                    **variables,
-                    "messages": messages,
-                    "tools": tools,
-                    "add_generation_prompt": add_generation_prompt,
-                }
-            )
+            return "".join(_bounded(self._template.generate(given)))
         except Exception as error:  # a template may fail in any way on input it did not foresee
             raise RequestError(
                 "messages", f"the model's chat template cannot render this conversation: {error}"
@@ -139,6 +155,20 @@ class ChatTemplates:
         }
 
     @classmethod
+    def from_file(cls, path: Path, named: Mapping[str, str]) -> ChatTemplates:
+        """One template for all requests.
+
+        Raises:
+            CheckpointFileError: names the file if it holds none.
+        """
+        try:
+            return cls({"default": path.read_text(encoding="utf-8")}, named)
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointFileError(f"{path}: not readable as UTF-8 text: {error}") from None
+        except CheckpointFileError as error:
+            raise CheckpointFileError(f"{path}: {error}") from None
+
+    @classmethod
     def from_directory(
         cls, directory: Path, settings: Mapping[str, Any], named: Mapping[str, str]
     ) -> ChatTemplates:
@@ -150,13 +180,9 @@ class ChatTemplates:
         """
         path = directory / "chat_template.jinja"
         if path.is_file():
-            try:
-                sources = {"default": path.read_text(encoding="utf-8")}
-            except (OSError, UnicodeDecodeError) as error:
-                raise CheckpointFileError(f"{path}: not readable as UTF-8 text: {error}") from None
-        else:
-            path = directory / "tokenizer_config.json"
-            sources = _declared_sources(path, settings.get("chat_template"))
+            return cls.from_file(path, named)
+        path = directory / "tokenizer_config.json"
+        sources = _declared_sources(path, settings.get("chat_template"))
         try:
             return cls(sources, named)
         except CheckpointFileError as error:

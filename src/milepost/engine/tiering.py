@@ -11,9 +11,8 @@ import logging
 import queue
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from milepost.core import reasons
@@ -22,16 +21,11 @@ from milepost.core.plan import StepPlan
 from milepost.core.queues import is_background
 from milepost.core.request import Request, RequestStatus
 from milepost.core.scheduler import Scheduler
-from milepost.core.transfers import (
-    Outlook,
-    Restore,
-    SegmentRecords,
-    StoredCheckpoint,
-    TransferCost,
-    choose_segments,
-)
+from milepost.core.transfers import ANY_COST, Restore, SegmentRecords, TransferCost, choose_segments
 from milepost.core.tree import Node
 from milepost.core.units import floor_div
+from milepost.engine import lookups as ended
+from milepost.engine.lookups import Lookup
 from milepost.engine.messages import EngineError, LoadNote
 from milepost.engine.segments import SegmentCodec
 from milepost.stores.port import StoredSegment
@@ -56,25 +50,6 @@ SETTLE_SECONDS = 30.0
 MAX_PENDING_SAVES = 4096
 """Checkpoints that wait for a slow store; the oldest are given up beyond that."""
 
-LOADED, NOT_FOUND, SOONER_COMPUTED = "loaded", "not_found", "sooner_computed"
-TOO_LATE, FAILED, NO_ROOM, UNUSABLE = "too_late", "failed", "no_room", "unusable"
-LOOKUP_OUTCOMES = (LOADED, NOT_FOUND, SOONER_COMPUTED, TOO_LATE, FAILED, NO_ROOM, UNUSABLE)
-
-
-@dataclass(slots=True)
-class _Lookup:
-    """A waiting request and what the stores have for it."""
-
-    request: Request
-    outlook: Outlook
-    begun_at: float
-    deadline: float
-    found: dict[int, Found] = field(default_factory=dict)
-    offers: list[StoredCheckpoint] = field(default_factory=list)
-    is_ready: bool = False
-    restore: Restore | None = None
-    note: LoadNote | None = None
-
 
 class Tiering:
     """Loads for waiting requests, saves of new checkpoints.
@@ -98,14 +73,14 @@ class Tiering:
         wake: Callable[[], None],
         always_loads: bool = False,
     ) -> None:
-        self._tiers = tiers
+        self.tiers = tiers
         self._scheduler = scheduler
         self._transfers = scheduler.transfers
-        self._codec = codec
+        self.codec = codec
         self._clock = clock
         self._wake = wake
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._lookups: dict[int, _Lookup] = {}
+        self._lookups: dict[int, Lookup] = {}
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._pending: deque[tuple[Node, float]] = deque()
         self._saving: dict[bytes, SegmentRecords] = {}
@@ -113,6 +88,7 @@ class Tiering:
         self._is_blocked = False
         self._num_restores = 0
         self._removed: list[bytes] | None = None
+        self._forgetting: Counter[bytes] = Counter()
         self._always_loads = always_loads
         self.seconds_per_token = PATIENT_SECONDS_PER_TOKEN if always_loads else INITIAL_SECONDS_PER_TOKEN
         cache = scheduler.cache
@@ -121,6 +97,8 @@ class Tiering:
         self._decode_interval = cache.config.decode_interval
         self.outcomes: Counter[str] = Counter()
         """Lookups by how they ended."""
+        self.prefetch_outcomes: Counter[str] = Counter()
+        self.num_prefetched_tokens = 0
         self.num_queried_tokens = 0
         self.num_loaded_tokens = 0
         self.num_unsaved = 0
@@ -131,11 +109,11 @@ class Tiering:
 
     def begin(self) -> None:
         """In the engine thread, before anything else: no store may ever be called on it."""
-        self._tiers.forbid_thread(threading.get_ident())
+        self.tiers.forbid_thread(threading.get_ident())
 
     def close(self) -> None:
         """Close the stores; the engine thread has ended."""
-        self._tiers.close()
+        self.tiers.close()
 
     @property
     def has_work(self) -> bool:
@@ -152,10 +130,30 @@ class Tiering:
         now = self._clock()
         patience = self._cost(0).computing_seconds(len(outlook.keys) * self._unit)
         self.num_queried_tokens += len(outlook.keys) * self._unit
-        lookup = _Lookup(request, outlook, now, now + patience)
-        self._lookups[request.request_id] = lookup
         self._transfers.hold(request.request_id)
-        future = self._tiers.find(outlook.keys, deadline_seconds=patience)
+        self._look_up(Lookup(request, outlook, now, now + patience))
+
+    def prefetch(self, request: Request, timeout_seconds: float, done: Callable[[LoadNote], None]) -> bool:
+        """Load what the stores have of a prompt, for whoever sends it next.
+
+        Args:
+            request: with a chain; stands for the prompt, is never scheduled, and has an id of its own.
+            done: called in the engine thread. At the timeout what is loaded may still be on its way.
+
+        Returns:
+            False if the cache has all of it; `done` is not called then.
+        """
+        outlook = self._transfers.outlook(request)
+        if outlook is not None:
+            now = self._clock()
+            self._look_up(Lookup(request, outlook, now, now + timeout_seconds, done))
+        return outlook is not None
+
+    def _look_up(self, lookup: Lookup) -> None:
+        self._lookups[lookup.request.request_id] = lookup
+        keys = lookup.outlook.keys
+        end = next((i for i, key in enumerate(keys) if key in self._forgetting), len(keys))
+        future = self.tiers.find(keys[:end], deadline_seconds=lookup.deadline - lookup.begun_at)
         future.add_done_callback(lambda done: self._put(lambda: self._take_found(lookup, done)))
 
     def turn(self) -> None:
@@ -166,13 +164,16 @@ class Tiering:
         for request_id, lookup in tuple(self._lookups.items()):
             if lookup.request.status is not RequestStatus.WAITING:
                 if lookup.note is None and lookup.restore is None:
-                    self._end(lookup, TOO_LATE)
+                    self._end(lookup, ended.TOO_LATE)
                 if lookup.request.status is RequestStatus.FINISHED:
                     del self._lookups[request_id]
             elif lookup.is_ready:
-                has_room = has_room and self._try_begin(lookup, now)
+                has_begun = has_room and self._try_begin(lookup, now)
+                has_room = has_begun or (has_room and lookup.is_prefetch)
+                if lookup.is_prefetch and lookup.is_ready and now >= lookup.deadline:
+                    self._end(lookup, ended.NO_ROOM)
             elif lookup.note is None and now >= lookup.deadline:
-                self._end(lookup, TOO_LATE)
+                self._end(lookup, ended.TOO_LATE)
         self._save_some()
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
@@ -193,11 +194,11 @@ class Tiering:
             waiting = self._clock() - self._pending[0][1]
         except IndexError:
             waiting = 0.0
-        return max(waiting, self._tiers.oldest_pending_seconds)
+        return max(waiting, self.tiers.oldest_pending_seconds)
 
     def tier_counters(self) -> list[TierCounters]:
         """One per tier, fastest first; from any thread."""
-        return self._tiers.counters()
+        return self.tiers.counters()
 
     @property
     def num_pending_saves(self) -> int:
@@ -250,8 +251,33 @@ class Tiering:
         self._removed = None
         for key in keys:
             self._known.pop(key, None)
-        self._tiers.remove(list(dict.fromkeys(keys)))
+        self.tiers.remove(list(dict.fromkeys(keys)))
         return num_dropped
+
+    def save_again(self, nodes: Iterable[Node]) -> None:
+        """Save these checkpoints of a path, in order of position, whatever is known of the stores."""
+        for node in nodes:
+            self._known.pop(node.key, None)
+            self._enqueue(node)
+
+    def is_saving(self, keys: set[bytes]) -> bool:
+        """Whether one of these checkpoints waits to be saved, or is being saved."""
+        return any(key in keys for key in self._saving) or any(n.key in keys for n, _ in self._pending)
+
+    def shun(self, keys: Sequence[bytes]) -> None:
+        """Neither load nor save these checkpoints until `admit`: they are about to be removed. What is on
+        its way goes on."""
+        self._forgetting.update(keys)
+
+    def admit(self, keys: Sequence[bytes]) -> None:
+        """Undo one `shun`."""
+        self._forgetting -= Counter(keys)
+
+    def remove(self, keys: Sequence[bytes]) -> Future[int]:
+        """See `Tiers.remove`."""
+        for key in keys:
+            self._known.pop(key, None)
+        return self.tiers.remove(keys)
 
     # -- in ------------------------------------------------------------------------------------
 
@@ -271,11 +297,11 @@ class Tiering:
     def _cost(self, tier: int) -> TransferCost:
         return TransferCost(
             seconds_per_token=self.seconds_per_token,
-            seconds_per_byte=1 / self._tiers.load_bytes_per_second(tier),
-            seconds_per_load=self._tiers.load_latency_seconds(tier),
+            seconds_per_byte=1 / self.tiers.load_bytes_per_second(tier),
+            seconds_per_load=self.tiers.load_latency_seconds(tier),
         )
 
-    def _take_found(self, lookup: _Lookup, done: Future[list[Found | None]]) -> None:
+    def _take_found(self, lookup: Lookup, done: Future[list[Found | None]]) -> None:
         if lookup.note is not None:
             return
         keys = lookup.request.chain.keys if lookup.request.chain is not None else []
@@ -287,19 +313,21 @@ class Tiering:
                 if not is_late:
                     self._known.pop(keys[first + index], None)
                 continue
-            stored = self._codec.checkpoint(found.header, keys, first + index + 1)
+            stored = self.codec.checkpoint(found.header, keys, first + index + 1)
             if stored is None:
                 num_foreign += 1
                 continue
             lookup.found[stored.position] = found
             lookup.offers.append(stored)
         if not lookup.offers:
-            self._end(lookup, UNUSABLE if num_foreign else TOO_LATE if is_late else NOT_FOUND)
+            self._end(
+                lookup, ended.UNUSABLE if num_foreign else ended.TOO_LATE if is_late else ended.NOT_FOUND
+            )
             return
         lookup.is_ready = True
         self._try_begin(lookup, self._clock())
 
-    def _try_begin(self, lookup: _Lookup, now: float) -> bool:
+    def _try_begin(self, lookup: Lookup, now: float) -> bool:
         """Start the load if the request could run; else leave it in the queue, and return False."""
         request, scheduler = lookup.request, self._scheduler
         chain = request.chain
@@ -311,71 +339,81 @@ class Tiering:
             self._transfers.lift(request.request_id)
             return False
         outlook = self._transfers.outlook(request)
-        chosen = [] if outlook is None else choose_segments(lookup.offers, outlook, self._slowest(lookup))
+        cost = ANY_COST if lookup.is_prefetch else self._slowest(lookup)
+        offers = [o for o in lookup.offers if lookup.found[o.position].header.key not in self._forgetting]
+        chosen = [] if outlook is None else choose_segments(offers, outlook, cost)
         if outlook is None or not chosen:
-            self._end(lookup, SOONER_COMPUTED if self._is_linked(lookup) else UNUSABLE)
+            self._end(lookup, ended.SOONER_COMPUTED if self._is_linked(lookup) else ended.UNUSABLE)
             return True
         restore = self._transfers.begin(request, chosen, now)
         if restore is None:
-            self._end(lookup, NO_ROOM)
+            self._end(lookup, ended.NO_ROOM)
             return True
         self._num_restores += 1
         lookup.restore, lookup.is_ready, lookup.outlook = restore, False, outlook
-        self._transfers.hold(request.request_id)
-        gained = chosen[-1].position - outlook.hit_position
-        lookup.deadline = now + self.seconds_per_token * gained
+        if not lookup.is_prefetch:
+            self._transfers.hold(request.request_id)
+            gained = chosen[-1].position - outlook.hit_position
+            lookup.deadline = now + self.seconds_per_token * gained
         wanted = [lookup.found[stored.position] for stored in chosen]
-        future = self._tiers.load(wanted, deadline_seconds=lookup.deadline - now)
+        future = self.tiers.load(wanted, deadline_seconds=lookup.deadline - now)
         future.add_done_callback(lambda done: self._fill(lookup, restore, done))
         return True
 
-    def _slowest(self, lookup: _Lookup) -> TransferCost:
+    def _slowest(self, lookup: Lookup) -> TransferCost:
         """Cost of loading from the slowest tier that has a part of it."""
         return self._cost(max(found.tier for found in lookup.found.values()))
 
-    def _is_linked(self, lookup: _Lookup) -> bool:
+    def _is_linked(self, lookup: Lookup) -> bool:
         """Whether some offer could be used if time did not matter; forgets keys whose chain is broken."""
-        free = TransferCost(1.0, 0.0, 0.0)
         outlook = self._transfers.outlook(lookup.request) or lookup.outlook
-        if choose_segments(lookup.offers, outlook, free):
+        if choose_segments(lookup.offers, outlook, ANY_COST):
             return True
         for found in lookup.found.values():
             self._known.pop(found.header.key, None)
             self._known.pop(found.header.parent_key, None)
         return False
 
-    def _fill(self, lookup: _Lookup, restore: Restore, done: Future[list[StoredSegment | None]]) -> None:
+    def _fill(self, lookup: Lookup, restore: Restore, done: Future[list[StoredSegment | None]]) -> None:
         """In a thread of the tiers: the records belong to `restore` until it is finished."""
         num_written = 0
         try:
             for target, segment in zip(restore.segments, done.result(), strict=True):
-                if segment is None:
-                    break
-                self._codec.decode_into(segment, target)
+                if segment is None or segment.header.start != target.stored.start:
+                    break  # gone, or saved anew with other pages
+                self.codec.decode_into(segment, target)
                 num_written += 1
         except Exception:
             log.exception("a loaded segment could not be used; its request is computed")
         written = num_written
         self._put(lambda: self._finish(lookup, restore, written))
 
-    def _finish(self, lookup: _Lookup, restore: Restore, num_written: int) -> None:
+    def _finish(self, lookup: Lookup, restore: Restore, num_written: int) -> None:
         position = self._transfers.finish(restore, num_written, self._clock())
         for segment in restore.segments[:num_written]:
             self._know(restore.lease.chain.keys[floor_div(segment.stored.position, self._unit) - 1])
         lookup.restore = None
         self._num_restores -= 1
         num_tokens = max(0, position - lookup.outlook.hit_position)
-        self.num_loaded_tokens += num_tokens
+        if lookup.is_prefetch:
+            self.num_prefetched_tokens += num_tokens
+        else:
+            self.num_loaded_tokens += num_tokens
         if lookup.note is None:
-            tier = self._tiers.names[max(lookup.found[s.stored.position].tier for s in restore.segments)]
-            self._end(lookup, LOADED if num_tokens else FAILED, num_tokens, tier)
+            tier = self.tiers.names[max(lookup.found[s.stored.position].tier for s in restore.segments)]
+            self._end(lookup, ended.LOADED if num_tokens else ended.FAILED, num_tokens, tier)
 
-    def _end(self, lookup: _Lookup, outcome: str, num_tokens: int = 0, tier: str = "") -> None:
+    def _end(self, lookup: Lookup, outcome: str, num_tokens: int = 0, tier: str = "") -> None:
         seconds = self._clock() - lookup.begun_at
         lookup.note = LoadNote(outcome, tier, num_tokens, seconds)
         lookup.is_ready = False
-        self.outcomes[outcome] += 1
-        self._transfers.lift(lookup.request.request_id)
+        if lookup.done is None:
+            self.outcomes[outcome] += 1
+            self._transfers.lift(lookup.request.request_id)
+        else:
+            self.prefetch_outcomes[outcome] += 1
+            del self._lookups[lookup.request.request_id]
+            lookup.done(lookup.note)
 
     # -- out: what the tree tells ----------------------------------------------------------------
 
@@ -415,16 +453,16 @@ class Tiering:
         num_begun = 0
         while self._pending and self._may_save() and num_begun < limit:
             node, since = self._pending.popleft()
-            if self._is_stored(node.key):
+            if self._is_stored(node.key) or node.key in self._forgetting:
                 continue
             records = self._transfers.begin_save(node, self._is_stored)
             if records is None:
                 self.num_unsaved += 1
                 continue
-            segment = self._codec.encode(records)
+            segment = self.codec.encode(records)
             self._saving[node.key] = records
             self._saving_bytes += segment.header.payload_bytes
-            if not self._tiers.save(segment, self._reporter(records, segment.header.payload_bytes)):
+            if not self.tiers.save(segment, self._reporter(records, segment.header.payload_bytes)):
                 self._unpin(records, segment.header.payload_bytes)
                 if self._saving:
                     self._is_blocked = True

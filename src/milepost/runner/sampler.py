@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from milepost.core.plan import SampledToken, SamplingParams
+from milepost.core.plan import SampledToken, SamplingParams, ScoredToken
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -157,6 +157,26 @@ def _with_logprobs(logits: torch.Tensor, token_id: int, params: SamplingParams) 
         count = min(params.num_logprobs, logprobs.shape[0])
         top = list(zip(ids[:count].tolist(), values[:count].tolist(), strict=True))
     return SampledToken(token_id, float(logprobs[token_id]), top)
+
+
+def score(logits: torch.Tensor, token_ids: Sequence[int], num_logprobs: int) -> list[ScoredToken]:
+    """Log-probabilities of given tokens, one per row of `logits` (fp32 [rows, vocabulary])."""
+    chosen = torch.tensor(token_ids, dtype=torch.int64).unsqueeze(1)
+    logprobs = torch.log_softmax(logits, dim=-1)
+    values = logprobs.gather(1, chosen)
+    ranks = (logits > logits.gather(1, chosen)).sum(-1) + 1
+    tops: list[list[tuple[int, float]]] = [[] for _ in token_ids]
+    if num_logprobs > 0:
+        best, ids = torch.sort(logprobs, dim=-1, descending=True, stable=True)
+        count = min(num_logprobs, logprobs.shape[1])
+        for row, top in enumerate(tops):
+            top.extend(zip(ids[row, :count].tolist(), best[row, :count].tolist(), strict=True))
+    return [
+        ScoredToken(token_id, value, rank, top)
+        for token_id, value, rank, top in zip(
+            token_ids, values.squeeze(1).tolist(), ranks.tolist(), tops, strict=True
+        )
+    ]
 
 
 def _mix(value: int) -> int:

@@ -23,8 +23,11 @@ from milepost.errors import WorkerError
 from milepost.models.loading import LoadedModel
 from milepost.runner.batch import Batch, PageTable, build_batch, replay_index
 from milepost.runner.pools import PoolSet
-from milepost.runner.sampler import SamplingRow, TokenHistory, sample
+from milepost.runner.sampler import SamplingRow, TokenHistory, sample, score
 from milepost.runner.verify import num_accepted, sampling_rows
+
+SCORED_LOGIT_BYTES = 32 << 20
+"""Logits of prompt tokens that are held at the same time."""
 
 
 @dataclass(slots=True)
@@ -173,12 +176,35 @@ class TorchWorker:
             for number, chunk in enumerate(plan.chunks)
         }
         failed = self._add_heads(plan, batch, hidden, results)
+        failed += self._add_scores(plan, hidden, results)
         self._settle_drafts(plan, batch, results)
         error = None
         if failed:
             names = ", ".join(str(plan.chunks[number].request_id) for number in failed)
             error = f"logits of request {names} are not finite"
         return StepResult(plan.step_id, list(results.values()), error)
+
+    def _add_scores(self, plan: StepPlan, hidden: torch.Tensor, results: dict[int, ChunkResult]) -> list[int]:
+        """Scores prompt tokens, a block of rows at a time; drops and returns the chunks that are not
+        finite."""
+        failed = []
+        first_row = 0
+        block = max(1, SCORED_LOGIT_BYTES // (4 * self.vocab_size))
+        for number, chunk in enumerate(plan.chunks):
+            row = first_row + chunk.scored_offset
+            first_row += chunk.last_row_end - chunk.start
+            token_ids = array("I", chunk.scored_tokens)
+            for begin in range(0, len(token_ids), block):
+                if number not in results:
+                    break
+                wanted = token_ids[begin : begin + block].tolist()
+                logits = self._model.decoder.logits(hidden[row + begin : row + begin + len(wanted)])
+                if not bool(torch.isfinite(logits).all()):
+                    failed.append(number)
+                    del results[number]
+                    break
+                results[number].scores += score(logits, wanted, chunk.num_score_logprobs)
+        return failed
 
     def _add_heads(
         self, plan: StepPlan, batch: Batch, hidden: torch.Tensor, results: dict[int, ChunkResult]

@@ -16,9 +16,9 @@ from starlette.requests import Request
 from milepost.errors import ConfigError, RequestError
 from milepost.server.options import ServerOptions
 
-OPEN_PATHS = ("/health", "/version")
-"""Probes have no key, and learn nothing about callers here."""
-ADMIN_PATHS = ("/reset_prefix_cache", "/v1/cache")
+OPEN_PATHS = ("/health", "/version", "/ui")
+"""Probes have no key, and learn nothing about callers here; nor does the empty page."""
+ADMIN_PATHS = ("/reset_prefix_cache", "/ui/state")
 """They concern the cache of every caller: with several keys only an admin key may use them."""
 
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from milepost.engine.markers import Marker, MarkerList
 from milepost.errors import RequestError
 from milepost.server.chat_run import Conversation
+from milepost.server.conversation import MAX_MESSAGES, MAX_TOOLS, check_count
 from milepost.server.schema import ChatBody, warn_unknown
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": (), "context_management": ()}
@@ -105,6 +106,8 @@ def conversation(body: MessagesBody) -> Conversation:
     """
     if not body.messages:
         raise RequestError("messages", "must hold at least one message")
+    check_count("messages", body.messages, MAX_MESSAGES)
+    check_count("tools", body.tools, MAX_TOOLS)
     writer = _Writer()
     tools = [writer.tool(f"tools[{index}]", tool) for index, tool in enumerate(body.tools or ())]
     is_hidden = isinstance(body.tool_choice, dict) and body.tool_choice.get("type") == "none"
@@ -265,7 +268,7 @@ def _tool_choice(value: Any) -> tuple[Any, bool]:
             raise RequestError("tool_choice.name", "must name a tool")
         return {"type": "function", "function": {"name": value["name"]}}, True
     known = {"auto": "auto", "any": "required", "none": "none"}
-    if kind not in known:
+    if not isinstance(kind, str) or kind not in known:
         raise RequestError("tool_choice.type", f"must be auto, any, tool or none, not {kind!r:.80}")
     return known[kind], value.get("disable_parallel_tool_use") is True
 

@@ -20,14 +20,17 @@ from fastapi import FastAPI
 
 from milepost import __version__
 from milepost.engine.aio import AsyncEngine
+from milepost.engine.named import NamedConversations
 from milepost.engine.serving import ServingModel, warm_up
 from milepost.errors import ConfigError, MilepostError
 from milepost.server import (
     anthropic_routes,
+    cache_routes,
     chat_routes,
     completion_routes,
     render_routes,
     responses_routes,
+    ui_routes,
     utility_routes,
 )
 from milepost.server.access import Access
@@ -86,18 +89,25 @@ class Startup:
 
     def _finish(self, app: FastAPI) -> None:
         model = self._model
-        if self.failure is None and model is not None:
-            app.state.metrics = ServerMetrics(model)
-            model.engine.add_observer(app.state.metrics)
-            self._front = AsyncEngine(
-                model.engine,
-                max_unread_deltas=self._options.max_unread_deltas,
-                request_timeout=self._options.request_timeout,
-            )
-            app.state.service = Service(model, self._front, int(time.time()), self._options)
-            if self._state.phase is Phase.LOADING:
-                self._state.phase = Phase.READY
+        try:
+            if self.failure is None and model is not None:
+                self._connect(app, model)
+        except Exception as error:
+            self.failure = error
         self.ready.set()
+
+    def _connect(self, app: FastAPI, model: ServingModel) -> None:
+        app.state.metrics = ServerMetrics(model, self._state)
+        model.engine.add_observer(app.state.metrics)
+        self._front = AsyncEngine(
+            model.engine,
+            max_unread_deltas=self._options.max_unread_deltas,
+            request_timeout=self._options.request_timeout,
+        )
+        app.state.service = Service(model, self._front, int(time.time()), self._options)
+        app.state.named = NamedConversations(model.engine, model.geometry, model.max_model_len)
+        if self._state.phase is Phase.LOADING:
+            self._state.phase = Phase.READY
 
     @property
     def model(self) -> ServingModel | None:
@@ -135,8 +145,10 @@ def build_app(load: Load, options: ServerOptions | None = None, state: ServerSta
     app.include_router(completion_routes.router)
     app.include_router(chat_routes.router)
     app.include_router(anthropic_routes.router)
+    app.include_router(cache_routes.router)
     app.include_router(responses_routes.router)
     app.include_router(render_routes.router)
+    app.include_router(ui_routes.router)
     app.add_middleware(Gate, state=state, access=Access(options), options=options)
     return app
 
@@ -191,7 +203,7 @@ class Server(uvicorn.Server):
         self._state = ServerState()
         self._app = build_app(load, self._options, self._state)
         config = uvicorn.Config(
-            self._app, log_level="warning", access_log=False, timeout_graceful_shutdown=ENDING_SECONDS
+            self._app, log_config=None, access_log=False, timeout_graceful_shutdown=ENDING_SECONDS
         )
         super().__init__(config)
         self._listener = listener

@@ -22,6 +22,7 @@ from milepost.server.chat_run import ChatRun, ask, conversation
 from milepost.server.docs import json_body
 from milepost.server.generation import Choice, Service, check_model
 from milepost.server.middleware import request_id
+from milepost.server.prompt_scores import prompt_logprobs
 from milepost.server.schema import ChatBody, parse_body
 from milepost.server.streams import respond
 
@@ -94,9 +95,14 @@ class _ChatCompletion:
             **self._envelope,
             "object": "chat.completion",
             "choices": [self._choice(choice, sampled[choice.index]) for choice in generation.choices],
-            "usage": generation.usage(),
+            "usage": self._run.usage(),
             "milepost": generation.milepost(),
         }
+        if self._body.prompt_logprobs is not None:
+            scores = generation.choices[0].prompt_scores
+            result["prompt_logprobs"] = prompt_logprobs(
+                self._model.tokenizer, scores, self._body.prompt_logprobs
+            )
         if self._body.return_token_ids:
             result["prompt_token_ids"] = generation.prompts[0].token_ids.tolist()
         return result
@@ -131,7 +137,7 @@ class _ChatCompletion:
                 if parts or delta.finish_reason or (wants_every_token and delta.tokens):
                     event = {**envelope, "choices": [self._chunk(choice, delta, parts)]}
                     if options is not None and options.include_usage:
-                        event["usage"] = generation.usage() if continuous else None
+                        event["usage"] = self._run.usage() if continuous else None
                     elif num_open == 0:
                         event["milepost"] = generation.milepost()
                     yield event
@@ -147,7 +153,7 @@ class _ChatCompletion:
             **self._envelope,
             "object": "chat.completion.chunk",
             "choices": [],
-            "usage": self._generation.usage(),
+            "usage": self._run.usage(),
             "milepost": self._generation.milepost(),
         }
 
@@ -160,7 +166,7 @@ class _ChatCompletion:
         event = {**envelope, "choices": [{**opening, "logprobs": None}]}
         options = self._body.stream_options
         if options is not None and options.include_usage:
-            event["usage"] = self._generation.usage() if continuous else None
+            event["usage"] = self._run.usage() if continuous else None
         if self._body.return_token_ids:
             event["prompt_token_ids"] = self._generation.prompts[0].token_ids.tolist()
         return event

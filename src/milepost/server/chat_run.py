@@ -20,6 +20,7 @@ from milepost.errors import RequestError
 from milepost.server.conversation import checked_messages, checked_tools
 from milepost.server.generation import Choice, Generation, Prompt, Service, begin
 from milepost.server.guided import constrained_chat
+from milepost.server.prompt_scores import num_prompt_logprobs
 from milepost.server.schema import ChatBody
 from milepost.server.streams import merged
 
@@ -124,12 +125,17 @@ class ChatRun:
                 yield choice, delta, parts
 
     @property
-    def num_reasoning_tokens(self) -> list[int]:
-        """Of every choice: tokens before its content or first call, if it thinks."""
-        return [
-            number if answer.reasoning else 0
-            for number, answer in zip(self._num_silent_tokens, self.answers, strict=True)
-        ]
+    def num_reasoning_tokens(self) -> int:
+        """Tokens before content or the first call, of the choices that think."""
+        numbers = zip(self._num_silent_tokens, self.answers, strict=True)
+        return sum(number for number, answer in numbers if answer.reasoning)
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts so far, as the chat API has them."""
+        usage = self.generation.usage()
+        if self.num_reasoning_tokens:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning_tokens}
+        return usage
 
     def _parts(self, index: int, delta: OutputDelta) -> list[Part]:
         parser = self._parsers[index]
@@ -158,6 +164,13 @@ async def ask(
     """
     question = await asyncio.to_thread(render, service.model, body, given)
     generation = begin(
-        service, request, body, [question.prompt], num_logprobs=num_logprobs, limit=limit, label=label
+        service,
+        request,
+        body,
+        [question.prompt],
+        num_logprobs=num_logprobs,
+        limit=limit,
+        label=label,
+        prompt_logprobs=num_prompt_logprobs(body),
     )
     return ChatRun(service.model, question, generation)

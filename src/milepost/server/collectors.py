@@ -15,6 +15,7 @@ from milepost.core.reasons import CHECKPOINT_REASONS, HIT, MISS_REASONS
 from milepost.engine.audit import RESULTS, AuditCounts
 from milepost.engine.messages import ReuseExplanation
 from milepost.engine.serving import ServingModel
+from milepost.server.state import ServerState
 
 LABELS = ("model_name", "engine")
 REUSE_REASONS = (HIT, *MISS_REASONS, "retokenized")
@@ -151,6 +152,29 @@ class ReuseCollector(Collector):
         )
 
 
+class HttpCollector(Collector):
+    """What left the server: also what was refused before an engine saw it."""
+
+    STATUSES = ("200", "400", "401", "413", "429", "500", "503", "504")
+
+    def __init__(self, state: ServerState, labels: tuple[str, str]) -> None:
+        self._state = state
+        self._families = Families(labels)
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        make, state = self._families, self._state
+        by_status = {str(status): number for status, number in state.num_responses.copy().items()}
+        yield make.counters(
+            "milepost:http_responses", "HTTP responses, by status.", "status", by_status, self.STATUSES
+        )
+        yield make.gauge(
+            "milepost:http_requests_open", "HTTP requests being answered, scrapes included.", state.num_open
+        )
+
+
 class EngineCollector(Collector):
     """Reads the engine's snapshot."""
 
@@ -227,6 +251,12 @@ class EngineCollector(Collector):
         yield make.pairs("milepost:evictions", "Evictions.", ("move", "reason"), core.evictions)
         yield make.pairs(
             "milepost:refusals", "Checkpoints wanted and not kept.", ("why", "reason"), core.refusals
+        )
+        yield make.pairs(
+            "milepost:tokens_lost_to_eviction",
+            "Prompt tokens computed because a checkpoint had been evicted or refused.",
+            ("move", "reason"),
+            core.tokens_lost_to_eviction,
         )
         yield make.counter("milepost:evicted_bytes", "Bytes freed by evictions.", core.evicted_bytes)
         yield make.counter(

@@ -23,6 +23,12 @@ from milepost.server.docs import json_body
 from milepost.server.generation import Choice, Generation, Prompt, Service, begin, check_model
 from milepost.server.guided import constrained, demanded_form
 from milepost.server.middleware import request_id
+from milepost.server.prompt_scores import (
+    echoed_logprobs,
+    num_prompt_logprobs,
+    prompt_logprobs,
+    scores_only,
+)
 from milepost.server.schema import CompletionBody, parse_body
 from milepost.server.streams import merged, respond
 
@@ -39,13 +45,20 @@ async def completions(request: Request) -> Response:
     body = await parse_body(CompletionBody, request)
     body.check_extras()
     check_model(service, body.model)
-    if body.echo and body.logprobs is not None:
-        raise RequestError("echo", "cannot be combined with `logprobs`: prompts have none on this server")
+    scored = num_prompt_logprobs(body)
+    max_tokens = 1 if scores_only(body) else body.max_tokens
     prompts = await asyncio.to_thread(checked_prompts, service.model, body)
     completion_id = f"cmpl-{request_id(request)}"
-    limit = OutputLimit(body.max_tokens, default=DEFAULT_MAX_TOKENS)
+    limit = OutputLimit(max_tokens, default=DEFAULT_MAX_TOKENS)
     generation = begin(
-        service, request, body, prompts, num_logprobs=body.logprobs, limit=limit, label=completion_id
+        service,
+        request,
+        body,
+        prompts,
+        num_logprobs=body.logprobs,
+        limit=limit,
+        label=completion_id,
+        prompt_logprobs=scored,
     )
     answer = _Completion(service.model, body, generation, completion_id)
     return await respond(request, generation.streams, answer, is_stream=bool(body.stream))
@@ -124,7 +137,8 @@ class _Completion:
         generation = self._generation
         sampled = [OutputDelta() for _ in generation.choices]
         async with aclosing(merged(generation.streams)) as deltas:
-            async for index, delta in deltas:
+            async for index, received in deltas:
+                delta = self._kept(received)
                 generation.choices[index].add(delta)
                 sampled[index].tokens.extend(delta.tokens)
                 sampled[index].text_offsets.extend(delta.text_offsets)
@@ -144,10 +158,13 @@ class _Completion:
         num_open = len(generation.choices)
         begun = [False] * num_open
         async with aclosing(merged(generation.streams)) as deltas:
-            async for index, delta in deltas:
+            async for index, received in deltas:
+                delta = self._kept(received)
                 choice = generation.choices[index]
                 choice.add(delta)
                 num_open -= delta.finish_reason is not None
+                if not (begun[index] or received.tokens or delta.finish_reason):
+                    continue  # the prompt is being read
                 text = ("" if begun[index] else self._echo(choice)) + delta.text
                 if not (text or delta.finish_reason or (wants_every_token and delta.tokens)):
                     continue
@@ -177,6 +194,36 @@ class _Completion:
             "milepost": self._generation.milepost(),
         }
 
+    def _kept(self, delta: OutputDelta) -> OutputDelta:
+        """Without what was only sampled because an answer has at least one token."""
+        if self._body.max_tokens != 0:
+            return delta
+        finish_reason = None if delta.finish_reason is None else "length"
+        return OutputDelta(finish_reason=finish_reason, reuse=delta.reuse, prompt_scores=delta.prompt_scores)
+
+    def _first_choice(self, choice: Choice) -> Choice:
+        """The one of the same prompt that has its scores."""
+        return next(c for c in self._generation.choices if c.prompt_index == choice.prompt_index)
+
+    def _logprobs(self, choice: Choice, sampled: OutputDelta, *, is_first: bool) -> dict[str, Any] | None:
+        if self._body.logprobs is None:
+            return None
+        tokenizer = self._model.tokenizer
+        generated = completion_logprobs(tokenizer, sampled)
+        if not self._body.echo:
+            return generated
+        begin = len(self._echo(choice))
+        generated["text_offset"] = [begin + offset for offset in generated["text_offset"]]
+        if not is_first:
+            return generated
+        echoed = echoed_logprobs(
+            tokenizer,
+            self._generation.prompts[choice.prompt_index].token_ids,
+            self._first_choice(choice).prompt_scores,
+            self._body.logprobs,
+        )
+        return {name: values + generated[name] for name, values in echoed.items()}
+
     def _echo(self, choice: Choice) -> str:
         if not self._body.echo:
             return ""
@@ -186,14 +233,17 @@ class _Completion:
         return self._choice(choice, self._echo(choice) + choice.text, sampled, is_first=True)
 
     def _choice(self, choice: Choice, text: str, sampled: OutputDelta, *, is_first: bool) -> dict[str, Any]:
-        wants_logprobs = self._body.logprobs is not None
         result: dict[str, Any] = {
             "index": choice.index,
             "text": text,
-            "logprobs": completion_logprobs(self._model.tokenizer, sampled) if wants_logprobs else None,
+            "logprobs": self._logprobs(choice, sampled, is_first=is_first),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
+        if self._body.prompt_logprobs is not None:
+            result["prompt_logprobs"] = prompt_logprobs(
+                self._model.tokenizer, self._first_choice(choice).prompt_scores, self._body.prompt_logprobs
+            )
         if self._body.return_token_ids:
             result["token_ids"] = choice.token_ids
             if is_first:
@@ -206,7 +256,7 @@ def completion_logprobs(tokenizer: Tokenizer, sampled: OutputDelta) -> dict[str,
     top = []
     for token in sampled.tokens:
         best = {tokenizer.token_text(token_id): logprob for token_id, logprob in token.top_logprobs}
-        best.setdefault(tokenizer.token_text(token.token_id), token.logprob or 0.0)
+        best[tokenizer.token_text(token.token_id)] = token.logprob or 0.0
         top.append(best)
     return {
         "tokens": [tokenizer.token_text(token.token_id) for token in sampled.tokens],

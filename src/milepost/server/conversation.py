@@ -23,9 +23,17 @@ def checked_messages(messages: list[Any] | None, found: MarkerList) -> list[dict
     """
     if not messages:
         raise RequestError("messages", "must hold at least one message")
-    if len(messages) > MAX_MESSAGES:
-        raise RequestError("messages", f"holds {len(messages)} messages; at most {MAX_MESSAGES} are allowed")
+    check_count("messages", messages, MAX_MESSAGES)
     return [_checked_message(index, message, found) for index, message in enumerate(messages)]
+
+
+def check_count(param: str, items: list[Any] | None, limit: int) -> None:
+    """
+    Raises:
+        RequestError: there are more than `limit`.
+    """
+    if items is not None and len(items) > limit:
+        raise RequestError(param, f"holds {len(items)} {param}; at most {limit} are allowed")
 
 
 def _checked_message(index: int, message: Any, found: MarkerList) -> dict[str, Any]:
@@ -101,8 +109,7 @@ def checked_tools(tools: list[dict[str, Any]] | None, found: MarkerList) -> list
         RequestError: not a function with a name.
     """
     checked = []
-    if len(tools or ()) > MAX_TOOLS:
-        raise RequestError("tools", f"holds {len(tools or ())} tools; at most {MAX_TOOLS} are allowed")
+    check_count("tools", tools, MAX_TOOLS)
     for index, tool in enumerate(tools or ()):
         function = tool.get("function")
         if tool.get("type") != "function":

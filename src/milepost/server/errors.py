@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
+from milepost.engine.manifests import StoresUnavailable
 from milepost.engine.messages import (
     EngineError,
     EngineOverloaded,
@@ -33,6 +34,7 @@ ENGINE_ERRORS: tuple[tuple[type[EngineError], int, str, str], ...] = (
     (RequestTimedOut, 504, "timeout_error", "request_timeout"),
     (ReaderTooSlow, 408, "timeout_error", "reader_too_slow"),
     (EngineStopped, 503, "server_error", "engine_error"),
+    (StoresUnavailable, 503, "server_error", "store_unavailable"),
     (EngineError, 500, "server_error", "engine_error"),
 )
 """Kind of error -> status, `type`, `code`; the first that fits."""

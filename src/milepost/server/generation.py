@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request
 
+from milepost.core.plan import ScoredToken
 from milepost.engine.aio import AnswerStream, AsyncEngine
 from milepost.engine.constraints import Constraint
 from milepost.engine.messages import GenerationRequest, OutputDelta, ReuseExplanation
@@ -67,12 +68,14 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     reuse: ReuseExplanation | None = None
+    prompt_scores: list[ScoredToken] = field(default_factory=list)
 
     def add(self, delta: OutputDelta) -> None:
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
+        self.prompt_scores.extend(delta.prompt_scores)
         if delta.reuse is not None:
             self.reuse = delta.reuse
 
@@ -151,8 +154,12 @@ def begin(
     num_logprobs: int | None,
     limit: OutputLimit,
     label: str,
+    prompt_logprobs: int | None = None,
 ) -> Generation:
     """Check the options of a request and hand every choice to the engine.
+
+    Args:
+        prompt_logprobs: scores of the prompt, which its first choice brings.
 
     Raises:
         RequestError: names the field.
@@ -160,7 +167,9 @@ def begin(
     model = service.model
     n = checked_choices(body.n, len(prompts))
     stop = checked_stop(body.stop)
-    options = body.sampling_options(num_logprobs)
+    options = model.defaults.applied(body.sampling_options(num_logprobs))
+    if limit.default is None:
+        limit = replace(limit, default=model.defaults.max_tokens)
     seed = model.seeds.next() if body.seed is None else body.seed
     caller = caller_of(request)
     domain = cache_domain(body.cache_salt, caller.key, is_separate=caller.is_separate)
@@ -196,6 +205,7 @@ def begin(
                     pin_seconds=prompt.pin_seconds,
                     marks=prompt.marks,
                     constraint=None if prompt.new_constraint is None else prompt.new_constraint(),
+                    prompt_logprobs=prompt_logprobs if choice_index == 0 else None,
                     owner=caller.owner,
                     label=label if len(prompts) * n == 1 else f"{label}/{index}",
                 )

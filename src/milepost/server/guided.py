@@ -38,8 +38,7 @@ def constrained(model: ServingModel, grammar: Grammar | None) -> NewConstraint |
     """
     if grammar is None:
         return None
-    model.grammars.compile(grammar)
-    return lambda: model.grammars.compile(grammar)
+    return model.grammars.compile(grammar).fresh
 
 
 def constrained_chat(
@@ -54,8 +53,7 @@ def constrained_chat(
     if grammar is None:
         return None
     whole, after = in_chat_format(grammar, model.output_format, model.tokenizer, prompt_token_ids)
-    model.grammars.compile(whole, after=after)
-    return lambda: model.grammars.compile(whole, after=after)
+    return model.grammars.compile(whole, after=after).fresh
 
 
 def demanded_calls(

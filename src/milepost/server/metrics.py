@@ -10,7 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from milepost.engine.messages import FinishedRequest, ReuseExplanation
 from milepost.engine.serving import ServingModel
-from milepost.server.collectors import LABELS, EngineCollector, ReuseCollector
+from milepost.server.collectors import LABELS, EngineCollector, HttpCollector, ReuseCollector
+from milepost.server.state import ServerState
 from milepost.server.tier_metrics import TierCollector
 
 TTFT_BUCKETS = tuple(0.001 * 2**power for power in range(17))
@@ -23,7 +24,7 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 class ServerMetrics:
     """Observer of an engine and renderer of `/metrics`, with a registry of its own."""
 
-    def __init__(self, model: ServingModel) -> None:
+    def __init__(self, model: ServingModel, state: ServerState) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self._labels = (model.name, "0")
         self._generated = self._counter("vllm:generation_tokens", "Tokens generated.")
@@ -54,6 +55,7 @@ class ServerMetrics:
         self._reuse = ReuseCollector(self._labels)
         self.registry.register(self._reuse)
         self.registry.register(EngineCollector(model, self._labels))
+        self.registry.register(HttpCollector(state, self._labels))
         if model.engine.tiering is not None:
             self.registry.register(TierCollector(model.engine.tiering, self._labels))
 

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from milepost.errors import MilepostError, RequestError
 from milepost.server.access import OPEN_PATHS, Access
 from milepost.server.errors import error_response
+from milepost.server.logs import current_request_id
 from milepost.server.options import ServerOptions
 from milepost.server.state import ServerState
 
@@ -48,8 +49,11 @@ class Gate:
         scope.setdefault("state", {})
         scope["state"]["request_id"] = number = _sound_id(headers.get(REQUEST_ID_HEADER))
 
+        current_request_id.set(number)
+
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
+                self._state.num_responses[message["status"]] += 1
                 MutableHeaders(scope=message)[REQUEST_ID_HEADER] = number
             await send(message)
 

@@ -206,6 +206,6 @@ class _Answer:
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._run.num_reasoning_tokens[0]},
+            "output_tokens_details": {"reasoning_tokens": self._run.num_reasoning_tokens},
             "total_tokens": usage["total_tokens"],
         }

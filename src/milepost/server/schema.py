@@ -32,7 +32,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "modalities": (["text"], []),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "suffix": ("",),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
@@ -102,6 +101,7 @@ class Body(BaseModel):
     prompt_cache_key: str | None = None
     cache_prompt: bool | None = None
     cache_priority: int | None = None
+    prompt_logprobs: int | None = None
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 from milepost.errors import MilepostError
 
@@ -31,12 +32,14 @@ class Unavailable(MilepostError):
 class ServerState:
     """Attributes:
     num_open: requests that are being answered; probes do not count.
+    num_responses: begun responses by HTTP status, probes included.
     drain_seconds: how long draining may take.
     """
 
     drain_seconds: float = 0.0
     phase: Phase = Phase.LOADING
     num_open: int = 0
+    num_responses: Counter[int] = field(default_factory=Counter)
 
     def check_admits(self) -> None:
         """Raises: Unavailable: no request is taken in this phase."""

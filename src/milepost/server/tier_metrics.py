@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from milepost.engine.tiering import LOOKUP_OUTCOMES, Tiering
+from milepost.engine.lookups import LOOKUP_OUTCOMES
+from milepost.engine.tiering import Tiering
 from milepost.server.collectors import Families
 
 

@@ -27,7 +27,7 @@ from milepost.errors import WorkerError
 from milepost.sim.drafting import check_drafts, verify
 from milepost.sim.fakes import WorkerFaults
 from milepost.sim.model import FingerprintModel, MediaSymbols, TrueSequence
-from milepost.sim.step_rules import FingerprintError, check_exports, check_sampling, check_slots
+from milepost.sim.step_rules import FingerprintError, check_exports, check_sampling, check_slots, scores_of
 
 __all__ = ["POISON", "FingerprintError", "FingerprintWorker", "WorkerCounters"]
 
@@ -422,7 +422,8 @@ class FingerprintWorker:
         if chunk.num_samples:
             truth.ensure(end + 1)
             sampled = [SampledToken(token) for token in truth.tokens[chunk.end : end + 1]]
-        return ChunkResult(request_id, end, exported, sampled)
+        scores = scores_of(chunk, truth.tokens)
+        return ChunkResult(request_id, end, exported, sampled, scores=scores)
 
     def _write_pages(
         self, request_id: int, live: _Live, start: int, nodes: list[int], starts: dict[int, int]

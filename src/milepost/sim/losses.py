@@ -29,6 +29,11 @@ PAGES_ONLY = "stranded"
 NO_SLOT_FREED = "reclaim"
 
 
+def is_overflowing(cache: PrefixCache) -> bool:
+    """The core remembers a bounded number of losses; beyond that it explains less than there is."""
+    return len(cache.evictor.losses) >= losses.MAX_REMEMBERED
+
+
 class LossBook:
     """Watches one cache from its first moment on.
 
@@ -88,7 +93,7 @@ class LossBook:
     def _match(self, chain: KeyChain, num_tokens: int) -> Match:
         cache = self._cache
         match = PrefixCache.match(cache, chain, num_tokens)
-        if not cache.config.enable_prefix_caching or self._is_overflowing():
+        if not cache.config.enable_prefix_caching or is_overflowing(cache):
             return match
         keys = chain.extend(match.limit_units)
         reachable = (
@@ -116,10 +121,6 @@ class LossBook:
             self._problems.append(f"a lost {self._lost_reasons.get(key)} checkpoint is called {named}")
         if self._cache.recurrent and not (counters.evictions[named] or counters.refusals[named]):
             self._problems.append(f"no eviction and no refusal was counted for {named}")
-
-    def _is_overflowing(self) -> bool:
-        """The core remembers a bounded number of losses; beyond that it explains less than there is."""
-        return len(self._cache.evictor.losses) >= losses.MAX_REMEMBERED
 
     def _reserve(
         self, lease: Lease, end: int, exports: Sequence[tuple[int, str]], now: float

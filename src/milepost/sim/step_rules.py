@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 
-from milepost.core.plan import ChunkPlan
+from milepost.core.plan import ChunkPlan, ScoredToken
 from milepost.errors import MilepostError
 
 
@@ -86,3 +87,14 @@ def check_sampling(chunk: ChunkPlan, num_prompt_tokens: int) -> None:
             f"request {chunk.request_id}: output {chunk.output_position} at position {chunk.end} "
             f"of a prompt of {num_prompt_tokens}",
         )
+
+
+def scores_of(chunk: ChunkPlan, tokens: Sequence[int]) -> list[ScoredToken]:
+    """The scores a chunk asks for; `tokens` are the request's own."""
+    first = chunk.start + chunk.scored_offset + 1
+    scored = array("I", chunk.scored_tokens).tolist()
+    if scored != list(tokens[first : first + len(scored)]):
+        raise FingerprintError(
+            "tokens", f"request {chunk.request_id}: not its own tokens are scored at {first}"
+        )
+    return [ScoredToken(token_id, 0.0, 1) for token_id in scored]

@@ -22,7 +22,7 @@ from milepost.sim.cost import CostModel
 from milepost.sim.drafting import DraftingConfig
 from milepost.sim.fakes import WorkerFaults
 from milepost.sim.fingerprint import FingerprintWorker
-from milepost.sim.losses import LossBook
+from milepost.sim.losses import LossBook, is_overflowing
 from milepost.sim.model import FingerprintModel, MediaSymbols, TrueSequence
 from milepost.sim.promises import PromiseBook
 from milepost.sim.spec import Outcome, RequestSpec
@@ -305,7 +305,7 @@ class World:
             if request is None or request.num_preemptions:
                 continue
             truth = self.worker.truth(started.request_id)
-            if self.checks.bound and self._is_caching:
+            if self.checks.bound and self._is_caching and not is_overflowing(self.scheduler.cache):
                 num_lost = request.reuse.num_tokens_lost_to_eviction if request.reuse is not None else 0
                 self.promises.check(started.request_id, truth, request.num_processed + num_lost)
             wanted = self._promised_positions(request)

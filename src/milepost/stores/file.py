@@ -91,14 +91,18 @@ class FileStore(ObjectStore):
         self._index = LruIndex(self._read_parent, self._discover)
         self._seen_generation = 0
         self._folder = SegmentFolder(root)
-        with self._folder.locked(Deadline(_OPEN_SECONDS, clock)), self._lock:
-            self._rescan()
-            self._evict(0, ())
+        try:
+            with self._folder.locked(Deadline(_OPEN_SECONDS, clock)), self._lock:
+                self._rescan()
+                self._evict(0, ())
+        except (OSError, StoreError) as error:
+            self._folder.close()
+            raise StoreError(f"{root}: {error}") from error
 
     @property
     def used_bytes(self) -> int:
-        """What the folder's files take, as far as this process knows."""
-        return self._folder.total_bytes
+        """What the folder's files take, those of other processes included."""
+        return self._folder.peek_total_bytes()
 
     def path_of(self, key: bytes) -> Path:
         """Where the segment that ends at `key` is, if it is there."""

@@ -172,16 +172,28 @@ class SegmentFolder:
         except OSError:
             return False
 
+    def peek_total_bytes(self) -> int:
+        """What the ledger says now, without the lock; what it said last, if it cannot be read."""
+        ledger = self._parse_ledger() if self._lock_fd >= 0 else None
+        return self.total_bytes if ledger is None else ledger[0]
+
     def _read_ledger(self) -> None:
+        ledger = self._parse_ledger()
+        if ledger is not None:
+            self.total_bytes, self.generation = ledger
+        else:
+            # New, or torn by a loss of power: the folder itself knows.
+            self.scan()
+
+    def _parse_ledger(self) -> tuple[int, int] | None:
         data = os.pread(self._lock_fd, _LEDGER.size + _CHECKSUM.size, 0)
-        if len(data) == _LEDGER.size + _CHECKSUM.size:
-            magic, total_bytes, generation = _LEDGER.unpack_from(data)
-            (checksum,) = _CHECKSUM.unpack_from(data, _LEDGER.size)
-            if magic == _LEDGER_MAGIC and checksum == zlib.crc32(data[: _LEDGER.size]):
-                self.total_bytes, self.generation = total_bytes, generation
-                return
-        # New, or torn by a loss of power: the folder itself knows.
-        self.scan()
+        if len(data) < _LEDGER.size + _CHECKSUM.size:
+            return None
+        magic, total_bytes, generation = _LEDGER.unpack_from(data)
+        (checksum,) = _CHECKSUM.unpack_from(data, _LEDGER.size)
+        if magic != _LEDGER_MAGIC or checksum != zlib.crc32(data[: _LEDGER.size]):
+            return None
+        return total_bytes, generation
 
     def _write_ledger(self, total_bytes: int) -> None:
         self.total_bytes, self.generation = max(0, total_bytes), self.generation + 1

@@ -262,7 +262,7 @@ class GuardedStore:
             return None
         if self.breaker.succeeded():
             logger.warning("store %s answers again", self.name)
-        self.meter.record(operation, self._clock() - begin, bytes_of(results))
+        self.meter.record(operation, self._clock() - begin, bytes_of(results), num_keys=count)
         return results
 
     def _refused(self, operation: str, outcome: str, count: int, released: Callable[[], None]) -> None:
@@ -270,7 +270,7 @@ class GuardedStore:
         released()
 
     def _timed_out(self, operation: str, count: int, deadline_seconds: float) -> None:
-        self.meter.record(operation, deadline_seconds, 0, timed_out=True)
+        self.meter.record(operation, deadline_seconds, 0, num_keys=count, timed_out=True)
         if deadline_seconds < self.options.patience_seconds and not self._lane.is_full:
             self.breaker.undecided()
             self.outcomes.add(operation, oc.TIMEOUT, count)

@@ -9,6 +9,7 @@ from milepost.stores import outcomes as oc
 
 _WEIGHT = 0.2
 """Of the newest call in the running averages."""
+_FEW_KEYS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +25,9 @@ class Meter:
     """Totals by operation, and running estimates of latency and bandwidth. Thread-safe.
 
     A load of n bytes is expected to take `call_seconds + n / load_bytes_per_second`. The first comes from
-    lookups, which carry next to no bytes; the second from the time of loads beyond it. A call that ran into
-    its deadline counts with its time and no bytes, so a slow tier prices itself out.
+    lookups, which carry next to no bytes; one of many keys may lower it and never raises it. The second comes
+    from the time of loads beyond the first. A call that ran into its deadline counts with its time and no
+    bytes, so a slow tier prices itself out.
 
     Args:
         call_seconds, load_bytes_per_second: what is believed before anything was measured.
@@ -39,14 +41,18 @@ class Meter:
         self._mean_bytes = load_bytes_per_second / 100
         self._mean_seconds = 0.01
 
-    def record(self, operation: str, seconds: float, num_bytes: int, *, timed_out: bool = False) -> None:
+    def record(
+        self, operation: str, seconds: float, num_bytes: int, *, num_keys: int = 1, timed_out: bool = False
+    ) -> None:
         with self._lock:
             old = self._totals.get(operation, CallTotals())
             self._totals[operation] = CallTotals(
                 old.num_calls + 1, old.seconds + seconds, old.num_bytes + num_bytes
             )
             if operation == oc.LOOKUP:
-                self._call_seconds = seconds if not old.num_calls else _mixed(self._call_seconds, seconds)
+                if num_keys <= _FEW_KEYS or seconds < self._call_seconds:
+                    is_first = not old.num_calls
+                    self._call_seconds = seconds if is_first else _mixed(self._call_seconds, seconds)
             elif operation == oc.LOAD and (num_bytes or timed_out):
                 self._record_load(seconds, num_bytes, first=not old.num_bytes)
 

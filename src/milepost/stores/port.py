@@ -71,10 +71,13 @@ class StoredSegment:
     Attributes:
         payload: the bytes, in pieces whose lengths sum to `header.payload_bytes`. Pieces handed to
             `save` may be views of live memory; the caller keeps them unchanged until `save` returns.
+        payload_digest: SHA-256 of the payload, where somebody computed it already: it is not computed again
+            for every store. A wrong one makes an object that no reader accepts.
     """
 
     header: SegmentHeader
     payload: Sequence[Buffer]
+    payload_digest: bytes | None = None
 
 
 class SegmentStore(Protocol):

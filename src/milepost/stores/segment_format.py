@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 
 import msgspec
@@ -111,7 +111,8 @@ def encode_head(segment: StoredSegment) -> bytes:
     body = _encoder.encode(header)
     if len(body) > MAX_HEADER_BYTES:
         raise StoreError(f"the header has {len(body)} bytes, {MAX_HEADER_BYTES} are allowed")
-    fixed = _FIXED.pack(MAGIC, FORMAT_VERSION, len(body), num_bytes, _digest(segment.payload))
+    digest = segment.payload_digest or _digest(segment.payload)
+    fixed = _FIXED.pack(MAGIC, FORMAT_VERSION, len(body), num_bytes, digest)
     body = body.ljust(head_bytes_of(len(body)) - _HEADER_OFFSET, b"\0")
     return fixed + _digest((fixed, body)) + body
 
@@ -177,7 +178,14 @@ def decode(data: Buffer) -> StoredSegment:
     head = decode_head(view, object_bytes=view.nbytes)
     payload = view[head.head_bytes :].toreadonly()
     check_payload(head, (payload,))
-    return StoredSegment(head.header, (payload,))
+    return StoredSegment(head.header, (payload,), head.payload_digest)
+
+
+def with_digest(segment: StoredSegment) -> StoredSegment:
+    """The segment with the digest of its payload, for several stores to use."""
+    if segment.payload_digest is not None:
+        return segment
+    return replace(segment, payload_digest=_digest(segment.payload))
 
 
 def check_payload(head: Head, payload: Sequence[Buffer]) -> None:

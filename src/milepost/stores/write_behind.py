@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections import deque
@@ -15,8 +16,20 @@ from milepost.stores import outcomes as oc
 from milepost.stores.guard import GuardedStore
 from milepost.stores.objects import Clock
 from milepost.stores.port import StoredSegment
+from milepost.stores.segment_format import with_digest
 
 logger = logging.getLogger(__name__)
+
+_MAX_OWED = 8192
+_REPAIR_PAUSE_SECONDS = 1.0
+
+
+def _nothing() -> None:
+    """Whoever owns the payload does not wait for it."""
+
+
+def _ignore_count(count: int | None) -> None:
+    """Nobody asked."""
 
 
 @dataclass(eq=False, slots=True)
@@ -32,6 +45,13 @@ class _Save:
     num_open: int
     done: Callable[[bool], None]
     saved: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def digested(self) -> StoredSegment:
+        """The segment, its payload hashed by the tier that comes first."""
+        with self.lock:
+            self.segment = with_digest(self.segment)
+            return self.segment
 
 
 @dataclass(eq=False, slots=True)
@@ -40,14 +60,33 @@ class _Removal:
     done: Callable[[int | None], None]
 
 
-@dataclass(slots=True)
-class _Queue:
-    """Of one tier."""
+@dataclass(frozen=True, slots=True)
+class _Repair:
+    key: bytes
 
+
+@dataclass(eq=False, slots=True)
+class _Queue:
+    """Of one tier.
+
+    Attributes:
+        tier: its index.
+        keys: of saves that are not over.
+        owed: keys that it did not get although a tier before it may have, and since when.
+        removed: of `keys`, those whose removal was asked for since.
+    """
+
+    tier: int
     store: GuardedStore
     items: deque[_Save | _Removal] = field(default_factory=deque)
     num_bytes: int = 0
     keys: set[bytes] = field(default_factory=set)
+    owed: dict[bytes, float] = field(default_factory=dict)
+    removed: set[bytes] = field(default_factory=set)
+
+    @property
+    def may_repair(self) -> bool:
+        return bool(self.owed) and not self.store.breaker.is_open
 
 
 class _Batch:
@@ -78,7 +117,8 @@ class WriteBehind:
     """Takes segments from the engine's thread without blocking it and saves them to every tier.
 
     A tier may hold up to its share of the bytes, so that one that is slow does not take the room of the
-    others; one segment it always takes.
+    others; one segment it always takes. What a tier missed because it was slow or gone for a while is copied
+    once from the tiers before it when it has time: a path with a gap would be of no use after a restart.
 
     Args:
         max_pending_bytes: payloads that are held at most; more is refused.
@@ -100,7 +140,7 @@ class WriteBehind:
         self._save_deadline_seconds = save_deadline_seconds
         self._clock = clock
         self._condition = threading.Condition()
-        self._queues = [_Queue(store) for store in stores]
+        self._queues = [_Queue(tier, store) for tier, store in enumerate(stores)]
         self._share_bytes = max_pending_bytes // max(1, len(stores))
         # In order of arrival; a dictionary, because any may end first.
         self._pending: dict[_Save, None] = {}
@@ -128,8 +168,10 @@ class WriteBehind:
     @property
     def oldest_pending_seconds(self) -> float:
         with self._condition:
-            oldest = next(iter(self._pending), None)
-            return 0.0 if oldest is None else self._clock() - oldest.since
+            since = [save.since for save in itertools.islice(self._pending, 1)]
+            for each in self._queues:
+                since += itertools.islice(each.owed.values(), 1)
+            return self._clock() - min(since) if since else 0.0
 
     def save(
         self,
@@ -154,6 +196,9 @@ class WriteBehind:
                     each.store.outcomes.add(oc.SAVE, oc.BACK_PRESSURE)
             if not takers:
                 return False
+            for each in queues:
+                if each not in takers:
+                    self._owe(each, key)
             save = _Save(segment, self._clock(), len(takers), done)
             for each in takers:
                 each.items.append(save)
@@ -163,6 +208,10 @@ class WriteBehind:
             self._pending_bytes += num_bytes
             self._condition.notify_all()
             return True
+
+    def _owe(self, queue: _Queue, key: bytes) -> None:
+        if queue.tier and len(queue.owed) < _MAX_OWED and not self._closed:
+            queue.owed.setdefault(key, self._clock())
 
     def _takes(self, queue: _Queue, num_bytes: int) -> bool:
         return not queue.items or queue.num_bytes + num_bytes <= self._share_bytes
@@ -198,21 +247,31 @@ class WriteBehind:
         with self._condition:
             closed = self._closed
             for each in () if closed else self._queues:
-                self._num_removals += 1
-                each.items.append(_Removal(keys, partial(done, each.store.name)))
-            self._condition.notify_all()
+                for key in keys:
+                    each.owed.pop(key, None)
+                each.removed.update(each.keys.intersection(keys))
+                self._append_removal(each, keys, partial(done, each.store.name))
         if closed:
             future.set_exception(StoreError("the stores are closed"))
         return future
+
+    def _append_removal(
+        self, queue: _Queue, keys: Sequence[bytes], done: Callable[[int | None], None]
+    ) -> None:
+        self._num_removals += 1
+        queue.items.append(_Removal(keys, done))
+        self._condition.notify_all()
 
     # ------------------------------------------------------------ waiting, for others than the engine
 
     def flush(self, timeout_seconds: float) -> bool:
         """Whether everything that was handed in is saved, given up or removed."""
         with self._condition:
-            return self._condition.wait_for(
-                lambda: not self._pending and not self._num_removals, timeout_seconds
-            )
+            return self._condition.wait_for(self._is_settled, timeout_seconds)
+
+    def _is_settled(self) -> bool:
+        # A tier that is left alone is not waited for.
+        return not (self._pending or self._num_removals or any(each.may_repair for each in self._queues))
 
     def close(self) -> None:
         """Give up what did not begin; calls that run end by their deadlines."""
@@ -221,6 +280,7 @@ class WriteBehind:
             given_up = [(each, tuple(each.items)) for each in self._queues]
             for each in self._queues:
                 each.items.clear()
+                each.owed.clear()
             self._condition.notify_all()
         for each, items in given_up:
             for item in items:
@@ -233,12 +293,14 @@ class WriteBehind:
 
     def _work(self, queue: _Queue) -> None:
         while (work := self._next(queue)) is not None:
-            if isinstance(work, _Removal):
+            if isinstance(work, _Repair):
+                self._repair(queue, work.key)
+            elif isinstance(work, _Removal):
                 self._removed(work, queue.store.try_remove(work.keys, self._save_deadline_seconds))
             else:
                 batch = _Batch(work, lambda saves, results: self._over(queue, saves, results))
                 results = queue.store.save_in_place(
-                    [save.segment for save in work],
+                    [save.digested() for save in work],
                     deadline_seconds=self._save_deadline_seconds,
                     released=batch.arrived,
                 )
@@ -246,14 +308,21 @@ class WriteBehind:
                 del batch
             del work
 
-    def _next(self, queue: _Queue) -> Sequence[_Save] | _Removal | None:
-        """A removal, or saves up to it; None at the end."""
+    def _next(self, queue: _Queue) -> Sequence[_Save] | _Removal | _Repair | None:
+        """A removal, or saves up to it, or a repair when there is neither; None at the end."""
         with self._condition:
-            self._condition.wait_for(lambda: queue.items or self._closed)
+            while not self._condition.wait_for(
+                lambda: queue.items or self._closed or queue.may_repair,
+                # Nobody tells when a breaker closes.
+                _REPAIR_PAUSE_SECONDS if queue.owed else None,
+            ):
+                pass
             if not queue.items:
-                return None
+                return None if self._closed else _Repair(next(iter(queue.owed)))
             first = queue.items.popleft()
             if isinstance(first, _Removal):
+                for key in first.keys:  # a save before it may have failed since
+                    queue.owed.pop(key, None)
                 return first
             batch = [first]
             num_bytes = first.segment.header.payload_bytes
@@ -265,13 +334,34 @@ class WriteBehind:
                 queue.items.popleft()
             return batch
 
+    def _repair(self, queue: _Queue, key: bytes) -> None:
+        seconds = self._save_deadline_seconds
+        for faster in self._queues[: queue.tier]:
+            (segment,) = faster.store.load([key], deadline_seconds=seconds)
+            if segment is not None:
+                queue.store.save_in_place([segment], deadline_seconds=seconds, released=_nothing)
+                break
+        with self._condition:
+            # One attempt each, but not while the tier is gone.
+            if not queue.store.breaker.is_open:
+                queue.owed.pop(key, None)
+            self._condition.notify_all()
+
     def _over(self, queue: _Queue, saves: Sequence[_Save], results: Sequence[bool]) -> None:
         finished = []
         with self._condition:
             for save, saved in zip(saves, results, strict=True):
+                key = save.segment.header.key
                 queue.num_bytes -= save.segment.header.payload_bytes
-                queue.keys.discard(save.segment.header.key)
+                queue.keys.discard(key)
                 save.saved |= saved
+                if key in queue.removed:
+                    # A call that was abandoned may have ended after the removal.
+                    queue.removed.discard(key)
+                    if not self._closed:
+                        self._append_removal(queue, [key], _ignore_count)
+                elif not saved:
+                    self._owe(queue, key)
                 save.num_open -= 1
                 if not save.num_open:
                     finished.append(save)
