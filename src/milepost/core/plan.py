@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from milepost.core.units import floor_div
+
 TOKEN_BYTES = 4
 """Bytes of a token id on the wire."""
 
@@ -133,7 +135,7 @@ class ChunkPlan:
 
     @property
     def num_drafts(self) -> int:
-        return len(self.draft_tokens) // TOKEN_BYTES
+        return floor_div(len(self.draft_tokens), TOKEN_BYTES)
 
     @property
     def last_row_end(self) -> int:
