@@ -117,6 +117,7 @@ def serve(
     kv_load_policy: opt.LoadPolicy = "auto",
     verify_weights: opt.VerifyWeights = False,
     kv_events_config: opt.KvEvents = None,
+    speculative_config: opt.Speculation = None,
     chat_template: opt.ChatTemplateFile = None,
     generation_config: opt.GenerationConfig = "auto",
     log_format: opt.LogFormat = "text",
@@ -145,6 +146,7 @@ def serve(
         max_queued_requests=max_queued_requests if max_queued_requests >= 0 else None,
         chat_template=chat_template,
         generation_config=generation_config,
+        speculative_config=speculative_config,
         stores=opt.store_options(
             kv_store=kv_store,
             persist=persist,

@@ -171,6 +171,14 @@ KvEvents = Annotated[
         help='Publish cache events for routers: JSON such as {"endpoint": "tcp://127.0.0.1:5557"}.',
     ),
 ]
+Speculation = Annotated[
+    str | None,
+    typer.Option(
+        "--speculative-config",
+        help="Guess tokens and verify several at once: JSON such as "
+        '{"method": "ngram", "num_speculative_tokens": 4}. Default: off.',
+    ),
+]
 ChatTemplateFile = Annotated[
     Path | None,
     typer.Option("--chat-template", help="File with a Jinja chat template. Default: the model's own."),
@@ -212,6 +220,7 @@ def serving_options(
     decode_interval: int | None = None,
     dtype: str = "auto",
     model: str | Path | None = None,
+    speculative_config: str | None = None,
     **others: Any,
 ) -> Any:
     """`engine.serving.ServingOptions` from option values (imported late: it needs the extras).
@@ -223,6 +232,7 @@ def serving_options(
         ConfigError: a value that cannot work, by its name.
     """
     from milepost.engine.serving import ServingOptions
+    from milepost.engine.speculative import SpeculativeConfig
 
     is_auto = cache_bytes.strip().lower() == AUTO_CACHE
     options = ServingOptions(
@@ -231,6 +241,7 @@ def serving_options(
         checkpoint_interval=prefix_cache_retention_interval,
         decode_interval=decode_interval,
         dtype=None if dtype == "auto" else dtype,
+        speculative=SpeculativeConfig.parse(speculative_config) if speculative_config else None,
         **others,
     )
     return _with_auto_cache(options, model) if is_auto else options

@@ -15,7 +15,7 @@ from milepost.core.chunking import is_legal_export
 from milepost.core.hashing import token_bytes
 from milepost.core.lease import Lease, Reservation
 from milepost.core.metrics import CacheCounters
-from milepost.core.plan import ChunkPlan, ChunkResult
+from milepost.core.plan import ChunkPlan, ChunkResult, StepPlan
 from milepost.core.ports import Drafter
 from milepost.core.prefix_cache import PrefixCache
 from milepost.core.request import DraftRecord, Request
@@ -115,6 +115,11 @@ class DraftPlanner:
                 return boundary
             lease.exports[boundary] = (slots, reasons.DECODE)
         return end
+
+    def note_step(self, plan: StepPlan, seconds: float) -> None:
+        """A step took so long. Those that only decode tell what a row costs."""
+        if plan.chunks and all(chunk.num_samples and chunk.end == chunk.start + 1 for chunk in plan.chunks):
+            self.lengths.note_step(plan.num_tokens, seconds)
 
     def settle(
         self, counters: CacheCounters, request: Request, chunk: ChunkPlan, result: ChunkResult

@@ -29,7 +29,7 @@ def settle_chunk(
     Returns:
         (update, finish reason or None, whether the running state is sound).
     """
-    update = RequestUpdate(request.request_id)
+    update = RequestUpdate(request.request_id, drafting=request.drafting)
     if not request.reuse_reported and request.reuse is not None:
         update.reuse = request.reuse
         request.reuse_reported = True

@@ -104,6 +104,7 @@ class RequestUpdate:
         stop_token_id: the stop id that ended it; it is then the last of `tokens`.
         reuse: set once, on the first update after the first admission.
         logits: float32 logits behind the prompt, if the request captures them.
+        drafting: what became of its drafts so far; None if it had none.
         scores: of the next tokens of the prompt, in order; the first token has none.
     """
 
@@ -114,6 +115,7 @@ class RequestUpdate:
     reuse: ReuseReport | None = None
     error: str | None = None
     logits: bytes = b""
+    drafting: DraftRecord | None = None
     scores: list[ScoredToken] = field(default_factory=list)
 
 

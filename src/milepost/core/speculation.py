@@ -91,16 +91,18 @@ class FixedLength:
     def learn(self, record: DraftRecord, num_drafts: int, num_accepted: int) -> None:
         record.acceptance = learned(record.acceptance, num_drafts, num_accepted)
 
+    def note_step(self, num_rows: int, seconds: float) -> None:
+        """What a row costs does not matter."""
+
 
 class DraftLengths(FixedLength):
-    """Follows the acceptance of every request and the measured cost of steps.
-
-    Attributes:
-        cost: told by whoever has a clock.
-    """
+    """Follows the acceptance of every request and the measured cost of steps."""
 
     def __init__(self) -> None:
         self.cost = StepCost()
+
+    def note_step(self, num_rows: int, seconds: float) -> None:
+        self.cost.observe(num_rows, seconds)
 
     def choose(self, record: DraftRecord, max_drafts: int, num_decoding: int) -> int:
         """Drafts for the next step of a request. One that should not draft tries again now and then."""

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 
 from milepost.core.plan import StepPlan
-from milepost.core.request import RequestUpdate
+from milepost.core.request import DraftRecord, RequestUpdate
 from milepost.engine.detokenizer import IncrementalDetokenizer
 from milepost.engine.marks import MarkedStream
 from milepost.engine.messages import (
@@ -32,7 +32,8 @@ class Answer:
 
     __slots__ = (
         "request_id", "request", "sink", "submitted_at", "first_token_at", "last_token_at", "num_tokens",
-        "generated", "reuse", "finish_reason", "_detokenizer", "_stops", "_marked",
+        "generated", "reuse", "finish_reason", "drafting",
+        "_detokenizer", "_stops", "_marked",
     )  # fmt: skip
 
     def __init__(
@@ -53,6 +54,7 @@ class Answer:
         self.generated: array[int] = array("I")
         self.reuse: ReuseExplanation | None = None
         self.finish_reason: str | None = None
+        self.drafting: DraftRecord | None = None
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=request.skip_special_tokens)
         self._stops = StopChecker(request.stop, include_stop=request.include_stop_str_in_output)
         self._marked = None if request.marks is None else MarkedStream()
@@ -61,6 +63,7 @@ class Answer:
         """Turn new tokens into text. The delta's finish reason is set if the answer ends here, also
         when it was a stop string that the core knows nothing of."""
         pieces: list[str] = []
+        self.drafting = update.drafting
         delta = OutputDelta()
         for index, token in enumerate(update.tokens):
             is_stop_token = update.stop_token_id is not None and index == len(update.tokens) - 1
@@ -140,6 +143,8 @@ class Answer:
             reuse=self.reuse,
             time_to_first_token=None if first is None else first - self.submitted_at,
             seconds=now - self.submitted_at,
+            num_draft_tokens=self.drafting.num_draft_tokens if self.drafting else 0,
+            num_accepted_draft_tokens=self.drafting.num_accepted_tokens if self.drafting else 0,
         )
 
 

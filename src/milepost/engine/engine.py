@@ -325,8 +325,11 @@ class Engine:
             return StepResult(plan.step_id, [], f"{type(error).__name__}: {error}")
         if plan.chunks:
             self._failed_steps = 0
+        seconds = self._clock() - begun
         if self._tiering is not None:
-            self._tiering.note_step(plan, self._clock() - begun)
+            self._tiering.note_step(plan, seconds)
+        if self._scheduler.drafts is not None:
+            self._scheduler.drafts.note_step(plan, seconds)
         return result
 
     def _add(self, request_id: int, request: GenerationRequest, sink: Sink, submitted_at: float) -> None:
@@ -353,6 +356,7 @@ class Engine:
                     pin_seconds=request.pin_seconds,
                     prompt_logprobs=request.prompt_logprobs,
                     owner=request.owner,
+                    uses_drafts=request.constraint is None,
                     is_counted=request.is_counted,
                 )
             )

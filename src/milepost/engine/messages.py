@@ -237,6 +237,8 @@ class FinishedRequest:
         reuse: None if it ended before it was admitted.
         time_to_first_token: seconds from submission; None if there was no token.
         seconds: from submission to the end.
+        num_draft_tokens: guessed tokens that were verified for it; num_accepted_draft_tokens: those that were
+            right.
     """
 
     request_id: int
@@ -247,6 +249,8 @@ class FinishedRequest:
     reuse: ReuseExplanation | None
     time_to_first_token: float | None
     seconds: float
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
 
     def log_fields(self) -> dict[str, Any]:
         """Counts and reasons only; never text."""
@@ -258,6 +262,9 @@ class FinishedRequest:
         if self.reuse is not None:
             fields |= self.reuse.log_fields()
         fields["generated_tokens"] = self.num_generated_tokens
+        if self.num_draft_tokens:
+            fields["draft_tokens"] = self.num_draft_tokens
+            fields["accepted_draft_tokens"] = self.num_accepted_draft_tokens
         if self.time_to_first_token is not None:
             fields["ttft_ms"] = round(1000 * self.time_to_first_token, 1)
         fields["e2e_ms"] = round(1000 * self.seconds, 1)

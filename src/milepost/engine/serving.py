@@ -24,6 +24,7 @@ from milepost.engine.generation_config import GenerationDefaults, generation_def
 from milepost.engine.messages import GenerationRequest
 from milepost.engine.output_parser import AUTO, OutputFormat
 from milepost.engine.params import random_seed
+from milepost.engine.speculative import SpeculativeConfig
 from milepost.engine.stores import StoreOptions, connect_events, connect_stores
 from milepost.engine.structured import GrammarCompiler
 from milepost.engine.tokenizer import Tokenizer
@@ -55,6 +56,7 @@ class ServingOptions:
         chat_template: file that replaces the model's template.
         generation_config: where sampling defaults come from, see `generation_defaults`.
         stores: what lies beyond the process's memory.
+        speculative: which drafter, None = no speculation.
     """
 
     cache_bytes: int = DEFAULT_CACHE_BYTES
@@ -76,6 +78,7 @@ class ServingOptions:
     chat_template: Path | None = None
     generation_config: str = AUTO_DEFAULTS
     stores: StoreOptions = StoreOptions()
+    speculative: SpeculativeConfig | None = None
 
     def cache_config(self) -> CacheConfig:
         """Raises: ConfigError: an option that cannot work, by its name."""
@@ -225,7 +228,8 @@ def load_serving_model(
         tokenizer, chat.template_source, options.reasoning_parser, options.tool_call_parser
     )
     chat.reads_generated_answers = not output_format.parses
-    scheduler = Scheduler(geometry, cache, config)
+    planner = options.speculative.planner() if options.speculative is not None else None
+    scheduler = Scheduler(geometry, cache, config, planner)
 
     # torch is imported only now: everything above fails in a fraction of a second.
     from milepost.models.loading import load_model

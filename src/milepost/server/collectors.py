@@ -223,6 +223,19 @@ class EngineCollector(Collector):
             core.num_prefill_tokens,
         )
         yield counter("milepost:decode_tokens_computed", "Output tokens computed.", core.num_decode_tokens)
+        yield counter(
+            "vllm:spec_decode_num_drafts", "Decode steps of a request that verified drafts.", core.num_drafts
+        )
+        yield counter("vllm:spec_decode_num_draft_tokens", "Drafts verified.", core.num_draft_tokens)
+        yield counter(
+            "vllm:spec_decode_num_accepted_tokens", "Drafts accepted.", core.num_accepted_draft_tokens
+        )
+        yield self._families.counters(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts accepted, by place in the draft.",
+            "position",
+            {str(place): number for place, number in core.accepted_drafts_by_position.items()},
+        )
         yield counter("milepost:steps", "Steps of the engine.", core.num_steps)
         yield counter(
             "milepost:sibling_waits", "Times a request waited for a shared prefix.", core.num_sibling_waits

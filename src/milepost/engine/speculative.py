@@ -1,0 +1,80 @@
+"""`--speculative-config`: which drafter, and how many tokens it may guess."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from milepost.core.drafts import DraftPlanner
+from milepost.core.speculation import DraftLengths
+from milepost.engine.ngram import NgramDrafter
+from milepost.errors import ConfigError
+
+FIELD = "speculative_config"
+NGRAM = "ngram"
+METHODS = (NGRAM,)
+MAX_DRAFT_TOKENS = 32
+DEFAULT_LOOKUP = 5
+EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
+
+
+class _Fields(msgspec.Struct, forbid_unknown_fields=True):
+    num_speculative_tokens: int
+    method: str = ""
+    prompt_lookup_max: int | None = None
+    prompt_lookup_min: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """Speculation of one server. Names are those of vLLM's option.
+
+    Attributes:
+        method: "ngram".
+        num_speculative_tokens: most drafts per request and step; fewer where they do not pay.
+        prompt_lookup_min, prompt_lookup_max: tokens of the text's end that must be, and at most are, found
+            again.
+    """
+
+    method: str
+    num_speculative_tokens: int
+    prompt_lookup_min: int
+    prompt_lookup_max: int
+
+    @classmethod
+    def parse(cls, text: str) -> SpeculativeConfig:
+        """From JSON.
+
+        Raises:
+            ConfigError: names the key that cannot work.
+        """
+        try:
+            fields = msgspec.json.decode(text, type=_Fields)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(FIELD, f"{error}. Write it like {EXAMPLE}") from None
+        if fields.method not in METHODS:
+            known = ", ".join(METHODS)
+            raise ConfigError(FIELD, f"method {fields.method!r} is not supported; use one of: {known}")
+        if not 1 <= fields.num_speculative_tokens <= MAX_DRAFT_TOKENS:
+            raise ConfigError(
+                FIELD,
+                f"num_speculative_tokens must be 1 to {MAX_DRAFT_TOKENS}, "
+                f"not {fields.num_speculative_tokens}",
+            )
+        longest, shortest = fields.prompt_lookup_max, fields.prompt_lookup_min
+        if longest is None:
+            longest = DEFAULT_LOOKUP if shortest is None else shortest
+        if shortest is None:
+            shortest = longest
+        if not 1 <= shortest <= longest:
+            raise ConfigError(
+                FIELD,
+                f"1 <= prompt_lookup_min <= prompt_lookup_max is needed, not {shortest} and {longest}",
+            )
+        return cls(fields.method, fields.num_speculative_tokens, shortest, longest)
+
+    def planner(self) -> DraftPlanner:
+        """What the scheduler asks for drafts."""
+        drafter = NgramDrafter(self.prompt_lookup_min, self.prompt_lookup_max)
+        return DraftPlanner(drafter, self.num_speculative_tokens, DraftLengths())
