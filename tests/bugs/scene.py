@@ -22,6 +22,7 @@ from milepost.config import CacheConfig, SchedulerConfig
 from milepost.core.geometry import AttentionGroupSpec, CacheGeometry, RecurrentGroupSpec
 from milepost.core.hashing import CacheDomain, KeyChain, MediaSpan
 from milepost.core.prefix_cache import Match
+from milepost.sim.drafting import DraftingConfig
 from milepost.sim.fakes import WorkerFaults
 from milepost.sim.model import FingerprintModel
 from milepost.sim.spec import Outcome, RequestSpec
@@ -143,6 +144,7 @@ class Scene:
     Args:
         geometry: instead of the shape's own.
         interval: spacing of `interval` checkpoints; 0 = none, so that a scenario names each of its own.
+        drafting: speculation with a scripted drafter.
         options: further fields of `CacheConfig`.
     """
 
@@ -158,6 +160,7 @@ class Scene:
         geometry: CacheGeometry | None = None,
         vocab_size: int = 16,
         seed: int = 1,
+        drafting: DraftingConfig | None = None,
         **options: Any,
     ) -> None:
         self.shape = shape
@@ -170,6 +173,7 @@ class Scene:
             faults=faults,
             checks=checks,
             model=FingerprintModel(vocab_size),
+            drafting=drafting,
         )
 
     def __enter__(self) -> Scene:
