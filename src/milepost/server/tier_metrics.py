@@ -46,6 +46,18 @@ class TierCollector(Collector):
             dict(tiering.outcomes),
             LOOKUP_OUTCOMES,
         )
+        yield make.counters(
+            "milepost:store_prefetches",
+            "Loads that callers asked for ahead of a request, by what became of it.",
+            "outcome",
+            dict(tiering.prefetch_outcomes),
+            LOOKUP_OUTCOMES,
+        )
+        yield make.counter(
+            "milepost:prefetched_tokens",
+            "Prompt tokens that such loads brought.",
+            tiering.num_prefetched_tokens,
+        )
         yield make.counter(
             "milepost:unsaved_checkpoints",
             "Checkpoints that were evicted or refused before they were saved.",
