@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from array import array
@@ -24,7 +25,9 @@ from tests.engine.replicas import (
     replica,
     words,
 )
+from typer.testing import CliRunner
 
+from milepost.cli.cache import app as cache_commands
 from milepost.core.hashing import CacheDomain
 from milepost.engine.explain import ReuseExplainer
 from milepost.engine.manifests import MAX_NAMES, NAME, StoresUnavailable, checked_name
@@ -167,6 +170,24 @@ def test_a_save_brings_back_what_a_store_has_lost(model: LoadedModel, tokenizer:
         assert Caller(model, there).save("chat", words(1, 200)).saved_tokens == 192
         assert there.engine.reset_prefix_cache().result(10)
         assert there.ask(words(1, 200), 1).load.num_tokens == 192
+
+
+def test_the_commands_for_folders_know_names(
+    model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    folder = tmp_path / "kv"
+    with replica(model, tokenizer, file_store(folder)) as there:
+        there.ask(words(1, 200), 1)
+        Caller(model, there).save("chat", words(1, 200))
+    commands = CliRunner()
+    listed = json.loads(commands.invoke(cache_commands, ["ls", str(folder), "--json"]).stdout)
+    assert {"manifest", "names"} <= {each["reason"] for each in listed}
+    (row,) = json.loads(commands.invoke(cache_commands, ["stat", str(folder), "--json"]).stdout)["models"]
+    assert (row["tokens"], row["longest_prefix"], row["unusable"], row["unreadable"]) == (192, 192, 0, 0)
+    assert commands.invoke(cache_commands, ["verify", str(folder)]).exit_code == 0
+    assert commands.invoke(cache_commands, ["gc", str(folder)]).exit_code == 0
+    with replica(model, tokenizer, file_store(folder)) as again:
+        assert Caller(model, again).names() == ["chat"]
 
 
 def test_every_tier_gets_it(model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9._~:@+=-]{1,128}")
 MAX_NAMES = 1024
 """Of one domain: the index is written anew with every change."""
-MANIFEST_REASON, INDEX_REASON = "manifest", "names"
+MANIFEST_REASON, INDEX_REASON = NAME_REASONS = ("manifest", "names")
 _MANIFEST_TAG, _INDEX_TAG = b"milepost/name/1", b"milepost/names/1"
 _NUM_INDEX_SLOTS = 2
 _TOKEN_BYTES = 4
