@@ -158,7 +158,8 @@ class Tiers:
         deadline = Deadline(deadline_seconds, self._clock)
         new: dict[int, list[_Transfer]] = {}
         with self._lock:
-            for index, each in enumerate(found):
+            # Nothing new after closing; the timer ends the answer at once.
+            for index, each in enumerate(() if self._closed else found):
                 transfer = self._transfers.get(each.header.key)
                 if transfer is None or transfer.deadline.passed:
                     transfer = self._transfers[each.header.key] = _Transfer(each, deadline)
