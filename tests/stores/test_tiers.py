@@ -139,6 +139,19 @@ def test_each_tier_is_asked_once_for_what_is_missing(tiers: Tiers, stores: list[
     assert slow.outcomes == {("lookup", "hit"): 2, ("lookup", "miss"): 2}
 
 
+def test_every_tier_can_be_asked_for_itself(
+    tiers: Tiers, stores: list[ScriptedStore], gate: threading.Event
+) -> None:
+    segments = chain("each", 3)
+    put(stores[0], segments[:1])
+    put(stores[1], segments[1:])
+    each = tiers.find_each(keys(segments), deadline_seconds=SECONDS).result(SECONDS)
+    assert each == [[segments[0].header, None, None], [None, segments[1].header, segments[2].header]]
+    stores[0].before = waiting(gate)
+    fast, slow = tiers.find_each(keys(segments), deadline_seconds=0.1).result(SECONDS)
+    assert not any(fast or ()) and slow == each[1], "one that hangs is not waited for"
+
+
 def test_what_a_slow_tier_gave_is_promoted(tiers: Tiers, stores: list[ScriptedStore]) -> None:
     segments = chain("promote", 3)
     put(stores[1], segments)

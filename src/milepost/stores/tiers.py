@@ -150,6 +150,23 @@ class Tiers:
         self._start(self._find_lane, answer, partial(self._find, list(keys), deadline, answer))
         return future
 
+    def find_each(
+        self, keys: Sequence[bytes], *, deadline_seconds: float
+    ) -> Future[list[list[SegmentHeader | None] | None]]:
+        """What every tier has of the segments that end at `keys`; None for one that was not in time."""
+        future: Future[list[list[SegmentHeader | None] | None]] = Future()
+        answer = Answer(future, len(self._stores))
+        deadline = Deadline(deadline_seconds, self._clock)
+        self._timer.after(deadline_seconds, answer.finish)
+        for tier in range(len(self._stores)):
+            self._start(self._find_lane, answer, partial(self._find_at, tier, list(keys), deadline, answer))
+        return future
+
+    def _find_at(
+        self, tier: int, keys: list[bytes], deadline: Deadline, answer: Answer[list[SegmentHeader | None]]
+    ) -> None:
+        answer.put(tier, self._stores[tier].lookup(keys, deadline_seconds=deadline.remaining_seconds))
+
     def load(self, found: Sequence[Found], *, deadline_seconds: float) -> Future[list[StoredSegment | None]]:
         """Whole segments. One that is on its way already is not fetched twice; what came from a slower tier
         is saved to the faster ones in the background."""
@@ -171,7 +188,10 @@ class Tiers:
         return future
 
     def _start(
-        self, lane: Lane, answer: Answer[Found] | Answer[StoredSegment], work: Callable[[], None]
+        self,
+        lane: Lane,
+        answer: Answer[Found] | Answer[StoredSegment] | Answer[list[SegmentHeader | None]],
+        work: Callable[[], None],
     ) -> None:
         try:
             lane.start(work)
