@@ -41,7 +41,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unrepeated)
     except FileNotFoundError:
         raise CheckpointFileError(f"{path} does not exist; a model directory needs it") from None
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise CheckpointFileError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):
         raise CheckpointFileError(f"{path} must hold a JSON object, not {type(content).__name__}")
