@@ -13,6 +13,8 @@ from random import Random
 from typing import Any, TypeVar
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.engine.engines import collect
 from tests.engine.replicas import (
     UNIT,
@@ -29,9 +31,11 @@ from typer.testing import CliRunner
 
 from milepost.cli.cache import app as cache_commands
 from milepost.core.hashing import CacheDomain
+from milepost.core.transfers import StoredCheckpoint
 from milepost.engine.explain import ReuseExplainer
-from milepost.engine.manifests import MAX_NAMES, NAME, StoresUnavailable, checked_name
-from milepost.engine.named import Meant, NamedConversations
+from milepost.engine.manifests import MAX_NAMES, NAME, NAME_REASONS, StoresUnavailable, checked_name
+from milepost.engine.named import NamedConversations, common_prefix, usable
+from milepost.engine.named_messages import Meant
 from milepost.engine.serving import EMBEDDED_MODEL
 from milepost.engine.tokenizer import Tokenizer
 from milepost.errors import RequestError, StoreError
@@ -191,11 +195,48 @@ def test_the_commands_for_folders_know_names(
 
 
 def test_every_tier_gets_it(model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    with replica(model, tokenizer, memory_store(), file_store(tmp_path)) as first:
+    fast = memory_store()
+    with replica(model, tokenizer, fast, file_store(tmp_path)) as first:
         first.ask(words(1, 200), 1)
-        Caller(model, first).save("chat", words(1, 200))
+        first.settle()
+        assert first.tiers is not None and first.tiers.flush(10)
+        for path in tmp_path.rglob("*"):
+            if path.is_file() and path.name != LEDGER_NAME:
+                path.unlink()  # the disk lost everything, and memory did not
+        saved = Caller(model, first).save("chat", words(1, 200))
+        assert saved.tokens_by_store == {"memory": 192, "file": 192}
     with replica(model, tokenizer, file_store(tmp_path)) as second:
         assert Caller(model, second).load("chat").cached_tokens == 192
+
+
+def test_each_store_is_told_apart(model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    class Full(Kept):
+        def save(self, segments: Any, *, deadline_seconds: float) -> list[bool]:
+            names = [segment.header.reason in NAME_REASONS for segment in segments]
+            kept = [segment for segment, is_name in zip(segments, names, strict=True) if is_name]
+            self._store.save(kept, deadline_seconds=deadline_seconds)
+            return names
+
+    with replica(model, tokenizer, memory_store(), Full(file_store(tmp_path))) as there:  # type: ignore[arg-type]
+        there.ask(words(1, 200), 1)
+        saved = Caller(model, there).save("chat", words(1, 200))
+        assert saved.tokens_by_store == {"memory": 192, "file": 0}
+        assert saved.saved_tokens == 192
+
+
+@given(st.binary(max_size=40), st.binary(max_size=40), st.binary(max_size=40))
+def test_the_common_prefix(head: bytes, left: bytes, right: bytes) -> None:
+    left, right = head + left, head + right
+    expected = next(
+        (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
+    )
+    assert common_prefix(left, right) == expected
+
+
+def test_a_segment_is_usable_if_its_whole_path_is_there() -> None:
+    offers = [StoredCheckpoint(*bounds, 1, "end") for bounds in ((0, 32), (32, 96), (64, 128), (128, 160))]
+    assert usable(offers) == {32, 96}
+    assert usable(offers[1:]) == set()
 
 
 # ------------------------------------------------------------------ what is refused
@@ -521,6 +562,7 @@ def test_while_a_prompt_is_being_removed_nobody_loads_it(model: LoadedModel, tok
         store.gates["remove"].set()
         thread.join(20)
         assert results
+        there.engine.fresh_stats().result(10)  # behind all that was asked for before
         assert not there.engine.tiering._forgetting  # type: ignore[union-attr]
 
 
@@ -622,5 +664,6 @@ def test_everything_at_once(
                 assert Answered.of(collect(events)[1]).same_as(expected[number]), number
         assert results and sum(results[0]) > 20, results
         assert there.scheduler.cache.memory.peak_committed_bytes <= cache_bytes
+        there.engine.fresh_stats().result(10)  # behind all that was asked for before
         assert not there.engine.tiering._forgetting  # type: ignore[union-attr]
         assert all(lookup.done is None for lookup in there.engine.tiering._lookups.values())  # type: ignore[union-attr]

@@ -13,7 +13,8 @@ from tests.engine.replicas import UNIT, Replica, file_store, replica, words
 
 from milepost.core.hashing import CacheDomain
 from milepost.engine.lookups import LOOKUP_OUTCOMES
-from milepost.engine.named import Meant, NamedConversations
+from milepost.engine.named import NamedConversations
+from milepost.engine.named_messages import Meant
 from milepost.engine.serving import EMBEDDED_MODEL
 from milepost.engine.tokenizer import Tokenizer
 from milepost.models.loading import LoadedModel, load_model

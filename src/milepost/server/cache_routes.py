@@ -17,10 +17,9 @@ from milepost.engine.named import (
     DEFAULT_TIMEOUT_SECONDS,
     MAX_PIN_SECONDS,
     MAX_TIMEOUT_SECONDS,
-    Meant,
     NamedConversations,
-    Removed,
 )
+from milepost.engine.named_messages import Meant, Removed
 from milepost.engine.serving import ServingModel, cache_domain
 from milepost.errors import RequestError
 from milepost.server.access import caller_of
@@ -117,6 +116,7 @@ async def save(request: Request) -> JSONResponse:
             "name": saved.name,
             "saved_tokens": saved.saved_tokens,
             "cached_tokens": saved.cached_tokens,
+            "stores": saved.tokens_by_store,
             "segments": saved.num_segments,
             "bytes": saved.num_bytes,
         }
