@@ -6,7 +6,7 @@ from milepost.core import reasons
 from milepost.core.plan import ChunkPlan, ChunkResult
 from milepost.core.prefix_cache import PrefixCache
 from milepost.core.request import Request, RequestUpdate
-from milepost.core.units import is_multiple
+from milepost.core.units import floor_div, is_multiple
 
 NOT_EXECUTED = "the worker did not execute this step"
 MAX_TOKEN_ID = 2**32 - 1
@@ -70,7 +70,7 @@ def _mismatch(chunk: ChunkPlan, result: ChunkResult | None) -> str | None:
         return f"the worker acknowledged position {result.end}, planned was {chunk.end}"
     if len(result.sampled) != chunk.num_samples:
         return f"the worker sampled {len(result.sampled)} tokens, planned were {chunk.num_samples}"
-    num_scored = len(chunk.scored_tokens) // TOKEN_BYTES
+    num_scored = floor_div(len(chunk.scored_tokens), TOKEN_BYTES)
     if len(result.scores) != num_scored:
         return f"the worker scored {len(result.scores)} tokens, planned were {num_scored}"
     if any(not 0 <= token.token_id <= MAX_TOKEN_ID for token in result.sampled):
