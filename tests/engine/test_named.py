@@ -605,6 +605,29 @@ def test_a_silent_store_is_not_taken_for_an_unknown_name(model: LoadedModel, tok
             caller.names()
 
 
+def test_a_store_that_is_down_does_not_keep_names_from_the_others(
+    model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """And when it is back, its older version of a name does not count."""
+    inner = Kept(memory_store())
+    flaky = FaultyStore(inner, Faults(), seed=0)  # type: ignore[arg-type]
+    with replica(model, tokenizer, flaky, file_store(tmp_path)) as there:
+        caller = Caller(model, there)
+        there.ask(words(1, 100), 1)
+        caller.save("chat", words(1, 100))
+        flaky.set_faults(error=1.0)
+        there.ask(words(1, 100) + words(2, 100), 1)
+        saved = caller.save("chat", words(1, 100) + words(2, 100))
+        assert saved.tokens_by_store == {"memory": 0, "file": 192}
+        there.ask(words(3, 100), 1)
+        caller.save("new", words(3, 100))
+    with replica(model, tokenizer, inner, file_store(tmp_path)) as there:  # type: ignore[arg-type]
+        caller = Caller(model, there)
+        assert caller.load("chat").cached_tokens == 192
+        assert caller.load("new").cached_tokens == 96
+        assert caller.names() == ["chat", "new"]
+
+
 EVERY_FAULT = Faults(
     slow=0.1, error=0.05, torn=0.1, bit_flip=0.1, lost=0.1, full=0.1, foreign=0.1, slow_seconds=0.01
 )

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 from array import array
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -46,7 +46,8 @@ log = logging.getLogger("milepost.engine")
 MAX_PIN_SECONDS = 86400.0
 DEFAULT_TIMEOUT_SECONDS = 30.0
 MAX_TIMEOUT_SECONDS = 300.0
-POLL_SECONDS = 0.01
+FIRST_POLL_SECONDS, LAST_POLL_SECONDS = 0.005, 0.25
+"""Between two looks at the engine thread: each one doubles the pause."""
 MAX_LEFTOVER_KEYS = 1 << 16
 """Segments that a store kept in spite of a `forget`, to be removed with the next one."""
 MANIFESTS_AT_ONCE = 16
@@ -132,8 +133,9 @@ class NamedConversations:
             return tiering.is_saving(keys)
 
         cached_tokens = await self._act(begin)
+        pauses = poll_pauses(until)
         while keys and not until.has_passed and await self._act(is_saving):
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(next(pauses))
         return cached_tokens
 
     async def load(self, meant: Meant, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> Loaded:
@@ -314,10 +316,11 @@ class NamedConversations:
                 tiering.admit(shunned)
 
         try:
+            pauses = poll_pauses(until)
             while (done := await self._act(attempt)) is None:
                 if until.has_passed:
                     raise StoresUnavailable("a transfer of this prompt does not end; nothing was removed")
-                await asyncio.sleep(POLL_SECONDS)
+                await asyncio.sleep(next(pauses))
             if tiering is None:
                 return done, 0
             return done, await self._remove(tiering, chain.root, done.keys, until)
@@ -399,6 +402,14 @@ class NamedConversations:
             ]
             for headers in found
         ]
+
+
+def poll_pauses(until: Until) -> Iterator[float]:
+    """Seconds to wait before looking again, not beyond the end of the operation."""
+    pause = FIRST_POLL_SECONDS
+    while True:
+        yield max(FIRST_POLL_SECONDS, min(pause, until.seconds_left))
+        pause = min(2 * pause, LAST_POLL_SECONDS)
 
 
 def common_prefix(left: bytes, right: bytes) -> int:
