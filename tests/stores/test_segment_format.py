@@ -140,6 +140,7 @@ def test_reasons_are_told_apart() -> None:
         ({"start": 16}, "a parent key of 0 bytes at token 16"),
         ({"start": 32}, "tokens"),
         ({"start": -16}, "tokens"),
+        ({"start": 8, "parent_key": b"p" * 32}, "match unit of 16"),
         ({"position": 33}, "match unit of 16"),
         ({"match_unit": 0}, "match unit 0"),
         ({"match_unit": -16}, "match unit -16"),
@@ -150,6 +151,7 @@ def test_reasons_are_told_apart() -> None:
         ({"parts": (PoolPart("a", 3, -5),)}, "-5 bytes"),
         ({"shard": (3, 2)}, "rank 3 of 2"),
         ({"created": float("nan")}, "created"),
+        ({"created": -1.0}, "created"),
         ({"start": 16, "parent_key": key_of("self"), "key": key_of("self")}, "its own parent"),
     ],
 )
