@@ -67,6 +67,7 @@ def test_stores_are_counted_as_requests_are_told(
     assert seen["milepost:store_lookups_total", "loaded"] == 1
     assert seen["milepost:store_bytes_total", "load", "file"] > 0
     assert seen["milepost:store_breaker_open", "file"] == 0
+    assert 0 < seen["milepost:store_used_bytes", "file"] <= seen["milepost:store_budget_bytes", "file"]
     for name in ("milepost:store_lookups_total", "milepost:store_prefetches_total"):
         assert {key[1] for key in seen if key[0] == name} == set(LOOKUP_OUTCOMES)
 

@@ -476,6 +476,16 @@ def test_closing_ends_everything(stores: list[ScriptedStore], gate: threading.Ev
     tiers.close()
 
 
+def test_local_tiers_say_what_they_take(tmp_path: Path) -> None:
+    file = FileStore(tmp_path / "store", IDENTITY, budget_bytes=1 << 20)
+    tiers = Tiers([MemoryStore(IDENTITY, budget_bytes=1 << 16), file])
+    one = segment("usage")
+    assert tiers.save(one, NOTHING) and tiers.flush(SECONDS)
+    num_bytes = 512 + one.header.payload_bytes
+    assert [tier.usage for tier in tiers.counters()] == [(num_bytes, 1 << 16), (file.used_bytes, 1 << 20)]
+    tiers.close()
+
+
 def test_names_differ() -> None:
     with pytest.raises(StoreError, match="different names"):
         Tiers([memory("a"), memory("a")])

@@ -59,6 +59,8 @@ class TierCounters:
         calls: number, seconds and payload bytes of calls that came back or timed out, by operation.
         pending_save_bytes: payloads in its queue or being written.
         breaker_is_open: it is left alone at present.
+        usage: (bytes used, bound in bytes) of a store in this process or on its disk, as this process knows
+            it; None elsewhere.
     """
 
     name: str
@@ -66,6 +68,7 @@ class TierCounters:
     calls: dict[str, CallTotals]
     pending_save_bytes: int
     breaker_is_open: bool
+    usage: tuple[int, int] | None = None
 
     @property
     def read_bytes(self) -> int:
@@ -342,6 +345,7 @@ class Tiers:
                 calls=store.meter.totals(),
                 pending_save_bytes=self._writes.pending_bytes_of(index),
                 breaker_is_open=store.breaker.is_open,
+                usage=getattr(store.store, "known_usage", None),
             )
             for index, store in enumerate(self._stores)
         ]
