@@ -231,8 +231,13 @@ class NamedConversations:
         """
         task = asyncio.create_task(self._forget(meant, with_branches, Until(timeout_seconds)))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._settled)
         return await asyncio.shield(task)
+
+    def _settled(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen, also if the caller is gone
 
     async def _forget(self, meant: Meant, with_branches: bool, until: Until) -> Removed:
         domain, manifests = meant.domain, self._manifests

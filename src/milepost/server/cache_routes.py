@@ -233,6 +233,10 @@ async def _meant(request: Request, body: CacheBody, *, may_have_both: bool = Fal
     service: Service = request.app.state.service
     body.check()
     check_model(service, body.model)
+    if not service.model.cache.enable_prefix_caching:
+        raise RequestError(
+            None, "this server caches nothing (--no-enable-prefix-caching)", code="caching_disabled"
+        )
     if body.name is None and not body.has_prompt:
         raise RequestError("name", "give `name`, `messages` or `prompt`")
     if body.name is not None and body.has_prompt and not may_have_both:
