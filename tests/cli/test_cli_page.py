@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import typer.main
 
@@ -22,9 +23,18 @@ def sections() -> dict[str, set[str]]:
     return found
 
 
+def commands(group: Any, prefix: str = "") -> dict[str, Any]:
+    """Name -> command; those below a group are named like `cache ls`."""
+    found: dict[str, Any] = {}
+    for name, command in group.commands.items():
+        found[prefix + name] = command
+        if getattr(command, "commands", None):
+            found |= commands(command, f"{prefix}{name} ")
+    return found
+
+
 def options() -> dict[str, set[str]]:
     """Command -> options it has."""
-    group = typer.main.get_command(app)
     return {
         name: {
             option
@@ -32,7 +42,7 @@ def options() -> dict[str, set[str]]:
             for option in [*parameter.opts, *parameter.secondary_opts]
             if option.startswith("--") and option != "--help"
         }
-        for name, command in group.commands.items()
+        for name, command in commands(typer.main.get_command(app)).items()
     }
 
 

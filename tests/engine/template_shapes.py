@@ -213,3 +213,33 @@ SHAPES = {
     "reversed": REVERSED,
     "counted": COUNTED,
 }
+
+ELEMENTS = """\
+{%- if tools -%}
+  {{- '<|im_system|>system\\n# Tools\\n\\n<tools>' -}}
+  {%- for tool in tools -%}{{- '\\n' + tool | tojson -}}{%- endfor -%}
+  {{- '\\n</tools><|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+  {%- if message.role == 'assistant' -%}
+    {{- '<|im_assistant|>assistant\\n<think>\\n' + (message.reasoning_content or '') | trim -}}
+    {{- '\\n</think>\\n\\n' + message.content | trim -}}
+    {%- for call in message.tool_calls or [] -%}
+      {{- '\\n\\n' if loop.first and message.content | trim else ('' if loop.first else '\\n') -}}
+      {{- '<tool_call>\\n<function=' + call.function.name + '>\\n' -}}
+      {%- for key, value in call.function.arguments.items() -%}
+        {{- '<parameter=' + key + '>\\n' -}}
+        {{- value if value is string else value | tojson -}}
+        {{- '\\n</parameter>\\n' -}}
+      {%- endfor -%}
+      {{- '</function>\\n</tool_call>' -}}
+    {%- endfor -%}
+    {{- '<|im_end|>\\n' -}}
+  {%- elif message.role == 'tool' -%}
+    {{- '<|im_user|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' -}}
+  {%- else -%}
+    {{- '<|im_user|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_assistant|>assistant\\n<think>\\n' -}}{%- endif -%}"""
+"""Arguments of tools in elements of their own; thoughts of all answers are kept, and opened for the model."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from array import array
@@ -12,6 +13,8 @@ from random import Random
 from typing import Any, TypeVar
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.engine.engines import collect
 from tests.engine.replicas import (
     UNIT,
@@ -24,11 +27,15 @@ from tests.engine.replicas import (
     replica,
     words,
 )
+from typer.testing import CliRunner
 
+from milepost.cli.cache import app as cache_commands
 from milepost.core.hashing import CacheDomain
+from milepost.core.transfers import StoredCheckpoint
 from milepost.engine.explain import ReuseExplainer
-from milepost.engine.manifests import MAX_NAMES, NAME, StoresUnavailable, checked_name
-from milepost.engine.named import Meant, NamedConversations
+from milepost.engine.manifests import MAX_NAMES, NAME, NAME_REASONS, StoresUnavailable, checked_name
+from milepost.engine.named import NamedConversations, common_prefix, usable
+from milepost.engine.named_messages import Meant
 from milepost.engine.serving import EMBEDDED_MODEL
 from milepost.engine.tokenizer import Tokenizer
 from milepost.errors import RequestError, StoreError
@@ -169,12 +176,67 @@ def test_a_save_brings_back_what_a_store_has_lost(model: LoadedModel, tokenizer:
         assert there.ask(words(1, 200), 1).load.num_tokens == 192
 
 
+def test_the_commands_for_folders_know_names(
+    model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    folder = tmp_path / "kv"
+    with replica(model, tokenizer, file_store(folder)) as there:
+        there.ask(words(1, 200), 1)
+        Caller(model, there).save("chat", words(1, 200))
+    commands = CliRunner()
+    listed = json.loads(commands.invoke(cache_commands, ["ls", str(folder), "--json"]).stdout)
+    assert {"manifest", "names"} <= {each["reason"] for each in listed}
+    (row,) = json.loads(commands.invoke(cache_commands, ["stat", str(folder), "--json"]).stdout)["models"]
+    assert (row["tokens"], row["longest_prefix"], row["unusable"], row["unreadable"]) == (192, 192, 0, 0)
+    assert commands.invoke(cache_commands, ["verify", str(folder)]).exit_code == 0
+    assert commands.invoke(cache_commands, ["gc", str(folder)]).exit_code == 0
+    with replica(model, tokenizer, file_store(folder)) as again:
+        assert Caller(model, again).names() == ["chat"]
+
+
 def test_every_tier_gets_it(model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    with replica(model, tokenizer, memory_store(), file_store(tmp_path)) as first:
+    fast = memory_store()
+    with replica(model, tokenizer, fast, file_store(tmp_path)) as first:
         first.ask(words(1, 200), 1)
-        Caller(model, first).save("chat", words(1, 200))
+        first.settle()
+        assert first.tiers is not None and first.tiers.flush(10)
+        for path in tmp_path.rglob("*"):
+            if path.is_file() and path.name != LEDGER_NAME:
+                path.unlink()  # the disk lost everything, and memory did not
+        saved = Caller(model, first).save("chat", words(1, 200))
+        assert saved.tokens_by_store == {"memory": 192, "file": 192}
     with replica(model, tokenizer, file_store(tmp_path)) as second:
         assert Caller(model, second).load("chat").cached_tokens == 192
+
+
+def test_each_store_is_told_apart(model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    class Full(Kept):
+        def save(self, segments: Any, *, deadline_seconds: float) -> list[bool]:
+            names = [segment.header.reason in NAME_REASONS for segment in segments]
+            kept = [segment for segment, is_name in zip(segments, names, strict=True) if is_name]
+            self._store.save(kept, deadline_seconds=deadline_seconds)
+            return names
+
+    with replica(model, tokenizer, memory_store(), Full(file_store(tmp_path))) as there:  # type: ignore[arg-type]
+        there.ask(words(1, 200), 1)
+        saved = Caller(model, there).save("chat", words(1, 200))
+        assert saved.tokens_by_store == {"memory": 192, "file": 0}
+        assert saved.saved_tokens == 192
+
+
+@given(st.binary(max_size=40), st.binary(max_size=40), st.binary(max_size=40))
+def test_the_common_prefix(head: bytes, left: bytes, right: bytes) -> None:
+    left, right = head + left, head + right
+    expected = next(
+        (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
+    )
+    assert common_prefix(left, right) == expected
+
+
+def test_a_segment_is_usable_if_its_whole_path_is_there() -> None:
+    offers = [StoredCheckpoint(*bounds, 1, "end") for bounds in ((0, 32), (32, 96), (64, 128), (128, 160))]
+    assert usable(offers) == {32, 96}
+    assert usable(offers[1:]) == set()
 
 
 # ------------------------------------------------------------------ what is refused
@@ -500,6 +562,7 @@ def test_while_a_prompt_is_being_removed_nobody_loads_it(model: LoadedModel, tok
         store.gates["remove"].set()
         thread.join(20)
         assert results
+        there.engine.fresh_stats().result(10)  # behind all that was asked for before
         assert not there.engine.tiering._forgetting  # type: ignore[union-attr]
 
 
@@ -540,6 +603,29 @@ def test_a_silent_store_is_not_taken_for_an_unknown_name(model: LoadedModel, tok
             caller.load("chat")
         with pytest.raises(StoresUnavailable):
             caller.names()
+
+
+def test_a_store_that_is_down_does_not_keep_names_from_the_others(
+    model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """And when it is back, its older version of a name does not count."""
+    inner = Kept(memory_store())
+    flaky = FaultyStore(inner, Faults(), seed=0)  # type: ignore[arg-type]
+    with replica(model, tokenizer, flaky, file_store(tmp_path)) as there:
+        caller = Caller(model, there)
+        there.ask(words(1, 100), 1)
+        caller.save("chat", words(1, 100))
+        flaky.set_faults(error=1.0)
+        there.ask(words(1, 100) + words(2, 100), 1)
+        saved = caller.save("chat", words(1, 100) + words(2, 100))
+        assert saved.tokens_by_store == {"memory": 0, "file": 192}
+        there.ask(words(3, 100), 1)
+        caller.save("new", words(3, 100))
+    with replica(model, tokenizer, inner, file_store(tmp_path)) as there:  # type: ignore[arg-type]
+        caller = Caller(model, there)
+        assert caller.load("chat").cached_tokens == 192
+        assert caller.load("new").cached_tokens == 96
+        assert caller.names() == ["chat", "new"]
 
 
 EVERY_FAULT = Faults(
@@ -601,5 +687,6 @@ def test_everything_at_once(
                 assert Answered.of(collect(events)[1]).same_as(expected[number]), number
         assert results and sum(results[0]) > 20, results
         assert there.scheduler.cache.memory.peak_committed_bytes <= cache_bytes
+        there.engine.fresh_stats().result(10)  # behind all that was asked for before
         assert not there.engine.tiering._forgetting  # type: ignore[union-attr]
         assert all(lookup.done is None for lookup in there.engine.tiering._lookups.values())  # type: ignore[union-attr]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine.kimi_tokenizers import write_directory
-from tests.engine.template_shapes import REASONING
+from tests.engine.template_shapes import ELEMENTS, REASONING
 from tests.engine.tiny_tokenizer import KIMI_TEMPLATE, write_model_directory
 
 from milepost.engine import output_parser
@@ -447,3 +447,42 @@ def _model(tmp_path_factory: Any, name: str) -> tuple[ChatRenderer, Tokenizer, O
         renderer = ChatRenderer.from_directory(directory, tokenizer)
         _models[name] = (renderer, tokenizer, OutputFormat(tokenizer, reasoning, tools))
     return _models[name]
+
+
+@given(reasoning=texts, content=texts, made=calls)
+def test_elements_are_written_back_as_the_same_tokens(
+    tmp_path_factory: Any, reasoning: str, content: str, made: list[tuple[str, dict[str, Any]]]
+) -> None:
+    """As above, for a template that opens thoughts in the prompt and writes one element per argument."""
+    if "elements" not in _models:
+        directory = write_model_directory(tmp_path_factory.mktemp("m"), template=ELEMENTS)
+        tokenizer = Tokenizer.from_directory(directory)
+        renderer = ChatRenderer.from_directory(directory, tokenizer)
+        _models["elements"] = (renderer, tokenizer, OutputFormat.choose(tokenizer, renderer.template_source))
+    renderer, tokenizer, output_format = _models["elements"]
+    assert (output_format.reasoning, output_format.tools) == ("qwen3", "qwen3_coder")
+    made = [(f"{tool}{number}", given) for number, (tool, given) in enumerate(made)]
+    tools = [
+        {"type": "function", "function": {"name": tool, "parameters": _any_of(given)}} for tool, given in made
+    ] or TOOLS
+    messages = [{"role": "user", "content": "hello"}]
+    prompt = renderer.render(messages, tools).token_ids.tolist()
+    calls_text = written("qwen3_coder", "", "", made)
+    gap = "\n\n" if content and made else ""
+    answer_ids = _answer_ids(tokenizer, f"{reasoning}\n</think>\n\n{content}{gap}{calls_text}<|im_end|>\n")
+    answer = parsed(output_format, output_format.marks.text_of(answer_ids[:-2]), prompt=prompt, tools=tools)
+    assert (answer.reasoning, len(answer.calls)) == (reasoning, len(made))
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content}
+    message["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        message["tool_calls"] = [
+            {
+                "id": call.call_id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in answer.calls
+        ]
+    following = {"role": "tool", "content": "x"} if made else {"role": "user", "content": "next"}
+    again = renderer.render([*messages, message, following], tools).token_ids.tolist()
+    assert again[: len(prompt) + len(answer_ids)] == [*prompt, *answer_ids]

@@ -25,6 +25,7 @@ from milepost.engine.structured import (
     json_part,
     lark_grammar,
     regex_grammar,
+    wrapped,
 )
 from milepost.engine.tokenizer import Tokenizer
 from milepost.errors import RequestError
@@ -154,6 +155,11 @@ def test_a_bad_regex_or_grammar_is_refused(make: Any) -> None:
     with pytest.raises(RequestError) as error:
         COMPILER.compile(make("start: (", "guided_x"))
     assert error.value.param == "guided_x"
+
+
+def test_a_grammar_that_is_too_large_is_refused() -> None:
+    with pytest.raises(RequestError, match="characters"):
+        COMPILER.compile(choice_grammar(["x" * 1000] * 300, "guided_choice"))
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +309,7 @@ def test_a_grammar_that_cannot_be_followed_costs_only_its_request() -> None:
 
 def test_parts_of_a_grammar() -> None:
     assert json_part("a", True)["json_schema"].keys() == {"x-guidance"}
-    wrapped = json_grammar({"type": "integer"}, "p").wrapped('start: "<" @body ">"')
-    answer = COMPILER.compile(wrapped)
+    whole = wrapped('start: "<" @body ">"', json_grammar({"type": "integer"}, "p"))
+    answer = COMPILER.compile(whole)
     answer.accept(TOKENIZER.encode("<7>"))
     assert answer.is_complete and answer.failure is None

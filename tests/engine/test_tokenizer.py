@@ -7,6 +7,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.engine.kimi_tokenizers import write_directory
 from tests.engine.tiny_tokenizer import (
     NOT_SPECIAL,
     SETTINGS,
@@ -155,6 +156,30 @@ def test_an_eos_token_id_may_be_a_padding_row_or_stand_in_the_text_part(tmp_path
     inside = {"vocab_size": size + 8, "eos_token_id": size + 2}
     (tmp_path / "config.json").write_text(json.dumps({"text_config": inside}))
     assert Tokenizer.from_directory(tmp_path).eos_token_ids == (2, size + 2)
+
+
+ODD = [True, -1, 1.5, "x", [None], [[]], ["x"], {"x": 1}, [{"id": "1", "content": "x"}], [{"id": 1}]]
+
+
+@pytest.mark.parametrize("value", ODD, ids=repr)
+@pytest.mark.parametrize("key", ["added_tokens", "decoder", "model", "pre_tokenizer"])
+def test_odd_parts_of_a_tokenizer_file_are_clear_errors(key: str, value) -> None:
+    with pytest.raises(CheckpointFileError, match=r"tokenizer\.json"):
+        Tokenizer({**spec(), key: value})
+
+
+@pytest.mark.parametrize("value", [True, 1.5, "x", ["x"], {"5": "x"}, {"5": {"content": 1}}], ids=repr)
+def test_odd_names_of_control_tokens_are_clear_errors(tmp_path, value) -> None:
+    write_directory(tmp_path, "kimi_k3")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": value}))
+    with pytest.raises(CheckpointFileError, match=r"tokenizer_config\.json: added_tokens_decoder"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_nesting_too_deep_to_read_is_a_clear_error(tmp_path) -> None:
+    (tmp_path / "tokenizer.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointFileError, match=r"tokenizer\.json: not readable"):
+        Tokenizer.from_directory(tmp_path)
 
 
 def test_other_kinds_of_tokenizers_are_refused_by_name() -> None:

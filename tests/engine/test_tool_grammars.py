@@ -69,7 +69,9 @@ def follows(compiler: GrammarCompiler, grammar: Grammar, ids: list[int], after: 
 
 def wrapped(model: Any, grammar: Grammar, prompt: str) -> tuple[Grammar, tuple[int, ...]]:
     tokenizer, output_format, _ = model
-    return in_chat_format(grammar, output_format, tokenizer, tokenizer.encode_with_control(prompt))
+    kind = "calls" if grammar.name == "@calls" else "content"
+    ids = tokenizer.encode_with_control(prompt)
+    return in_chat_format(output_format, tokenizer, ids, **{kind: grammar})
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -171,3 +173,31 @@ def test_a_format_without_calls(models: Any) -> None:
     tokenizer, _, _ = models["hermes"]
     with pytest.raises(RequestError, match="writes no tool calls"):
         tool_call_grammar(OutputFormat(tokenizer), tools(SCHEMA), PARAMS, one_only=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_thinking"), [(name, thinks) for name in FORMATS for thinks in (False, name != "kimi_k2")]
+)
+def test_content_with_a_form_or_a_call_instead(models: Any, name: str, is_thinking: bool) -> None:
+    tokenizer, output_format, compiler = models[name]
+    prompts = {
+        "kimi_k3": ("<|open|>response<|sep|>", "<|open|>think<|sep|>"),
+        "hermes": ("x", "x<think>\n"),
+        "qwen3_coder": ("x", "x<think>\n"),
+        "kimi_k2": ("x", "x"),
+    }
+    whole, after = in_chat_format(
+        output_format,
+        tokenizer,
+        tokenizer.encode_with_control(prompts[name][is_thinking]),
+        content=json_grammar({"type": "integer"}, "p"),
+        calls=tool_call_grammar(output_format, tools(SCHEMA), PARAMS, one_only=True),
+    )
+    thought = "the fox" if is_thinking else ""
+    for content, made in (("12", []), ("", [("find", {"kind": "fox"})])):
+        text = written(name, thought, content, made)
+        begin = "<think>\n" if is_thinking else "<|close|>think<|sep|><|open|>response<|sep|>"
+        ids = tokenizer.encode_with_control(text.removeprefix(begin))
+        assert follows(compiler, whole, ids, after), (name, content)
+    ids = tokenizer.encode_with_control(written(name, thought, "a", []).removeprefix(begin))
+    assert not follows(compiler, whole, ids, after)

@@ -14,6 +14,7 @@ from tests.support.kimi_k3_checkpoints import PACKED
 
 from milepost.errors import CheckpointFileError, ConfigError
 from milepost.models import load_model
+from milepost.models.description import describe_spec
 from milepost.models.dry_run import check_checkpoint
 from milepost.models.registry import parse_config
 
@@ -254,3 +255,39 @@ def test_an_index_that_names_a_tensor_twice_or_a_file_that_is_not_there(tmp_path
     other.write_bytes((tmp_path / "whole" / "model.safetensors").read_bytes())
     with pytest.raises(CheckpointFileError, match=r"model-00001.* tensor \S+ a second time.*puts it into"):
         load_model(directory)
+
+
+ODD_VALUES: list[Any] = [
+    *(None, True, False, -1, 0, 1, 3, 1.5, 10**9, 10**30, 10**400, float("nan"), float("inf"), "", "x"),
+    *([[]] * 5, [[]] * 6, [None] * 5, [1.5] * 6, [[0]]),
+    *([], {}, [[]], [None], [{}], [0], ["x"], [1, 1], {"x": 1}, {"type": []}, {"rope_type": {}}),
+]
+
+
+def sections(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """A config and the objects in it."""
+    found = [config]
+    for value in config.values():
+        if isinstance(value, dict):
+            found += sections(value)
+    return found
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_whatever_a_key_holds_the_refusal_names_a_field(family: str) -> None:
+    """Every key of every section with every odd value: understood, or refused; nothing else."""
+    num_refused = num_accepted = 0
+    for number, section in enumerate(sections(FAMILIES[family].config())):
+        for key in [*section, "rope_scaling", "quantization_config", "layer_types", "mlp_only_layers"]:
+            for value in ODD_VALUES:
+                config = FAMILIES[family].config()
+                sections(config)[number][key] = value
+                try:
+                    about = describe_spec(parse_config(config), "bfloat16")
+                except ConfigError as error:
+                    assert error.field and str(error) != error.field, (key, value)
+                    num_refused += 1
+                else:
+                    assert about.layout.geometry(16).state_bytes >= 0
+                    num_accepted += 1
+    assert num_refused > 500 and num_accepted > 100

@@ -68,6 +68,7 @@ def test_tensor_not_in_its_shard(sharded: Path) -> None:
         ("{}", "no weight_map"),
         ('{"weight_map": {}}', "no weight_map"),
         ("[", "JSON"),
+        ("[" * 100_000, "JSON"),
         ('{"weight_map": {"lm_head.weight": "../model.safetensors"}}', "odd file"),
         ('{"weight_map": {"lm_head.weight": 3}}', "odd file"),
     ],
@@ -98,6 +99,7 @@ SHARED = [("a", [0, 3]), ("b", [2, 5])]
         (b"PK\x03\x04" + b"x" * 500, "no safetensors file"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "no safetensors file"),
         (header(b"not json at all"), "header is not JSON"),
+        (header(b"[" * 100_000), "header is not JSON"),
         (header([1, 2]), "not a JSON object"),
         (header({"a": {"dtype": "F32"}}), "broken header entry for tensor a"),
         (

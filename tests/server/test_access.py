@@ -20,7 +20,7 @@ from tests.server.test_errors import assert_error
 from tests.server.test_life import LONG
 
 from milepost.errors import ConfigError, RequestError
-from milepost.server import access
+from milepost.server import access, schema
 from milepost.server.access import Access, read_key_file
 from milepost.server.options import ServerOptions
 
@@ -295,7 +295,10 @@ def test_no_log_record_holds_text_or_keys(server: Running, caplog) -> None:
             assert word not in line, line
 
 
-def test_names_of_unknown_fields_are_all_a_client_can_write_into_the_log(server: Running, caplog) -> None:
+def test_names_of_unknown_fields_are_all_a_client_can_write_into_the_log(
+    server: Running, caplog, monkeypatch
+) -> None:
+    monkeypatch.setattr(schema, "_warned", set())
     caplog.set_level(logging.DEBUG)
     ask(server, ALICE, **{"un\nknown" + "y" * 100: "value-of-it"})
     lines = [r.getMessage() for r in caplog.records if r.name == "milepost.server.schema"]

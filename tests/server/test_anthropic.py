@@ -167,6 +167,15 @@ def test_thinking_reaches_the_template(server: Running, client: anthropic.Anthro
     assert count({"type": "disabled"}) > count({"type": "enabled", "budget_tokens": 1024})
 
 
+def test_text_documents_are_text(server: Running, client: anthropic.Anthropic) -> None:
+    def count(block: Any) -> int:
+        messages: Any = [{"role": "user", "content": [block]}]
+        return client.messages.count_tokens(messages=messages, model="tiny").input_tokens
+
+    source = {"type": "text", "media_type": "text/plain", "data": LONG}
+    assert count({"type": "document", "source": source}) == count({"type": "text", "text": LONG})
+
+
 def test_a_schema_for_the_answer(server: Running) -> None:
     body = {
         **RAW,
@@ -292,6 +301,11 @@ def test_an_error_in_a_stream(server: Running, client: anthropic.Anthropic) -> N
             },
             "messages[0].content[0].input",
         ),
+        (
+            {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
+            "must not end",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].type"),
         ({"system": [{"type": "image"}]}, "system[0].type"),
         ({"system": 7}, "system"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.server.serving import HTTP, Running
+from tests.server.serving import HTTP, Running, running_server
 from tests.server.test_errors import assert_error
 
 from milepost.engine.serving import ServingModel, ServingOptions, load_serving_model
@@ -343,6 +345,30 @@ def test_a_server_without_stores_names_the_flags(server: Running) -> None:
     assert server.post("/v1/cache/forget", {"prompt": text}).json()["checkpoints"] > 0
     metrics = server.metrics()
     assert any("move=forgotten" in name and value > 0 for name, value in metrics.items())
+
+
+def test_a_server_that_caches_nothing_says_so(tmp_path: Path) -> None:
+    with running_server(tmp_path, caching=False) as running:
+        error = assert_error(running.post("/v1/cache/pin", {"prompt": "a", "seconds": 1}), 400, None)
+        assert error["code"] == "caching_disabled"
+
+
+def test_a_caller_who_hangs_up_does_not_stop_what_was_begun(api: Api) -> None:
+    prompt = [7 + n % 90 for n in range(700)]
+    api.complete(prompt)
+    api.ok("save", name="gone", prompt=prompt)
+    host, port = api.url.removeprefix("http://").split(":")
+    body = b'{"name": "gone"}'
+    head = f"POST /v1/cache/forget HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    head += f"Authorization: {api.headers['authorization']}\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(head.encode() + body)
+    deadline = time.monotonic() + 20
+    while "gone" in api.names():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert cached(api.complete(prompt)) == 0
+    api.ok("forget", prompt=prompt)
 
 
 # ------------------------------------------------------------------ traffic

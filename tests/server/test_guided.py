@@ -110,6 +110,29 @@ def test_demanded_tool_calls(server: Running, choice: Any, names: set[str]) -> N
         assert 0 <= json.loads(call.function.arguments)["n"] <= 99
 
 
+def test_a_form_of_the_content_leaves_the_choice_to_call(server: Running) -> None:
+    """What the model wants to write decides: a call, or an object by the schema."""
+    form = {"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA}}
+    body = {"tools": [FIND], "response_format": form, **SAMPLED}
+    arguments = '{"n": 7, "ok": true}'
+    server.worker.scripts["please call"] = (
+        f'<tool_call>\n{{"name": "find", "arguments": {arguments}}}\n</tool_call>'
+    )
+    server.worker.scripts["please talk"] = "no object at all"
+
+    def ask(text: str) -> dict[str, Any]:
+        messages = [{"role": "user", "content": text}]
+        answer = server.post("/v1/chat/completions", {**body, "messages": messages}).json()
+        return answer["choices"][0]
+
+    called = ask("please call")
+    assert called["finish_reason"] == "tool_calls"
+    assert [call["function"]["arguments"] for call in called["message"]["tool_calls"]] == [arguments]
+    said = ask("please talk")
+    assert said["finish_reason"] == "stop"
+    check(said["message"]["content"])
+
+
 def test_a_thought_that_the_prompt_opens_is_free(server: Running, tmp_path: Any) -> None:
     opened = REASONING.replace(
         "{{- '<|im_assistant|>assistant\\n' -}}\n  {%- if enable",

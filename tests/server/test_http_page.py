@@ -22,7 +22,8 @@ def test_every_request_field_is_explained() -> None:
 def test_every_route_is_listed(server: Running) -> None:
     paths = server.get("/openapi.json").json()["paths"]
     routes = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
-    listed = {word.replace("{name}", "{model_name}") for word in WORDS if re.match(r"(GET|POST) /", word)}
+    method = re.compile(r"(GET|POST|DELETE) /")
+    listed = {word.replace("{name}", "{model_name}") for word in WORDS if method.match(word)}
     assert routes == listed
 
 

@@ -13,6 +13,7 @@ from tests.server.serving import HTTP, Running
 from tests.server.test_life import LONG, wait_for
 
 from milepost.errors import ConfigError
+from milepost.server import schema
 from milepost.server.logs import JsonFormatter, LineLog, configure_logging, current_request_id
 
 
@@ -63,7 +64,8 @@ def test_a_request_is_logged_with_numbers(server: Running, caplog) -> None:
         assert f"cached_tokens={entry['cached_tokens']} " in record.getMessage()
 
 
-def test_lines_of_a_handler_carry_its_request(server: Running, caplog) -> None:
+def test_lines_of_a_handler_carry_its_request(server: Running, monkeypatch) -> None:
+    monkeypatch.setattr(schema, "_warned", set())
     seen: list[str | None] = []
 
     class Watch(logging.Handler):

@@ -62,3 +62,44 @@ def test_usage_after_an_error(server: Running, path: str) -> None:
 
 def _user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
+
+
+@pytest.mark.parametrize("stop", [None, ["e", "\ufffd"], ["the", " \u00e9"]])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_sampled_answers_are_the_same_streamed(server: Running, path: str, stop: list[str] | None) -> None:
+    """Random tokens, broken code points among them; several choices; text, tokens and log-probabilities."""
+    prompt = {"prompt": "hello"} if path == "/v1/completions" else {"messages": [_user("hello")]}
+    logprobs: dict[str, Any] = {"logprobs": 1} if "prompt" in prompt else {"logprobs": True}
+    for seed in range(8):
+        body = {
+            **prompt, **logprobs, "n": 3, "seed": seed, "temperature": 1.5, "max_tokens": 24, "stop": stop,
+            "return_token_ids": True, "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        found = events(server, path, body)
+        del body["stream_options"]
+        whole = server.post(path, body).json()
+        assert (
+            found[-1]["choices"] == []
+            and found[-1]["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
+        )
+        for choice in whole["choices"]:
+            mine = [c for event in found for c in event["choices"] if c["index"] == choice["index"]]
+            text = choice["text"] if "text" in choice else choice["message"]["content"]
+            streamed = [c["text"] if "text" in c else c["delta"].get("content", "") for c in mine]
+            assert "".join(streamed) == text
+            assert [i for c in mine for i in c.get("token_ids", [])] == choice["token_ids"]
+            assert _logprobs(mine) == _logprobs([choice])
+            assert len(_logprobs([choice])) == len(choice["token_ids"])
+            for name in ("finish_reason", "stop_reason"):
+                assert mine[-1][name] == choice[name]
+
+
+def _logprobs(choices: list[dict[str, Any]]) -> list[Any]:
+    found: list[Any] = []
+    for choice in choices:
+        logprobs = choice["logprobs"]
+        if logprobs and "content" in logprobs:
+            found += [(entry["token"], entry["logprob"]) for entry in logprobs["content"]]
+        elif logprobs:
+            found += zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
+    return found

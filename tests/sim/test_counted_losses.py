@@ -38,7 +38,7 @@ from milepost.sim.workload import (
 from milepost.sim.world import Checks, SimulationError, World
 
 AMPLE = 1 << 40
-MAX_TOKENS = 400
+MAX_TOKENS = 600
 ROOM = (1.05, 1.5, 3.0, 6.0)
 """Budgets, in requests of MAX_TOKENS."""
 
@@ -171,14 +171,14 @@ def test_a_small_cache_loses_what_its_counters_say(workload: str, room: float) -
     for seed in range(2):
         found += check_beside_ample(workload, seed, room)
     assert found["requests"] > 60
-    assert found["short"] > 0 or room == ROOM[-1]
-    assert workload != "chats" or room > 2 or found["shortfall"] > 0
+    assert room > 2 or found["short"] > 0
+    assert room > 2 or workload != "chats" or found["shortfall"] > 0
 
 
 def test_bounded_paths_lose_what_the_counters_say() -> None:
     """With memory for everything, so that the bound per path is the only reason."""
     found: Counter[str] = Counter()
-    for seed in range(3):
+    for seed in range(2):
         found += check_beside_ample("chats", seed, 1000.0, max_states=1)
     assert found["short"] > 0
 

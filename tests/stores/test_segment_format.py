@@ -34,7 +34,10 @@ def forge(
     header: SegmentHeader, data: bytes, *, version: int = FORMAT_VERSION, magic: bytes = MAGIC
 ) -> bytes:
     """An object with right checksums, written from the format's description and without its code."""
-    body = msgspec.msgpack.encode(header)
+    return forge_body(msgspec.msgpack.encode(header), data, version=version, magic=magic)
+
+
+def forge_body(body: bytes, data: bytes, *, version: int = FORMAT_VERSION, magic: bytes = MAGIC) -> bytes:
     fixed = struct.pack("<8sIIQ", magic, version, len(body), len(data)) + sha256(data).digest()
     padding = bytes(-(88 + len(body)) % 512)
     return fixed + sha256(fixed + body + padding).digest() + body + padding + data
@@ -137,6 +140,7 @@ def test_reasons_are_told_apart() -> None:
         ({"start": 16}, "a parent key of 0 bytes at token 16"),
         ({"start": 32}, "tokens"),
         ({"start": -16}, "tokens"),
+        ({"start": 8, "parent_key": b"p" * 32}, "match unit of 16"),
         ({"position": 33}, "match unit of 16"),
         ({"match_unit": 0}, "match unit 0"),
         ({"match_unit": -16}, "match unit -16"),
@@ -147,6 +151,7 @@ def test_reasons_are_told_apart() -> None:
         ({"parts": (PoolPart("a", 3, -5),)}, "-5 bytes"),
         ({"shard": (3, 2)}, "rank 3 of 2"),
         ({"created": float("nan")}, "created"),
+        ({"created": -1.0}, "created"),
         ({"start": 16, "parent_key": key_of("self"), "key": key_of("self")}, "its own parent"),
     ],
 )
@@ -157,6 +162,23 @@ def test_a_header_that_cannot_be_is_neither_written_nor_read(change: dict[str, o
         encode_head(dataclasses.replace(stored, header=header))
     with pytest.raises(CorruptSegmentError, match=reason):
         decode(forge(header, payload(stored) or b""))
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"\xc1", b"\x01", msgspec.msgpack.encode({"fingerprint": 5}), b"\x81\xa3\xff\xfe\xfd\x01"]
+)
+def test_a_header_that_is_no_header_is_corrupt(body: bytes) -> None:
+    with pytest.raises(CorruptSegmentError, match="unreadable header"):
+        decode(forge_body(body, b"data"))
+
+
+def test_a_head_alone_says_whether_its_object_has_the_right_length() -> None:
+    data = object_of(segment("length"))
+    assert decode_head(data[:512]).object_bytes == len(data)
+    assert decode_head(data[:512], object_bytes=len(data)).head_bytes == 512
+    for wrong in (512, len(data) - 1, len(data) + 1):
+        with pytest.raises(CorruptSegmentError, match=f"{wrong} bytes instead of {len(data)}"):
+            decode_head(data[:512], object_bytes=wrong)
 
 
 def test_a_payload_of_another_length_is_not_written() -> None:

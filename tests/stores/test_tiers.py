@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 import time
@@ -136,6 +137,19 @@ def test_each_tier_is_asked_once_for_what_is_missing(tiers: Tiers, stores: list[
     assert fast.calls["lookup"].num_calls == slow.calls["lookup"].num_calls == 1
     assert fast.outcomes == {("lookup", "hit"): 2, ("lookup", "miss"): 4}
     assert slow.outcomes == {("lookup", "hit"): 2, ("lookup", "miss"): 2}
+
+
+def test_every_tier_can_be_asked_for_itself(
+    tiers: Tiers, stores: list[ScriptedStore], gate: threading.Event
+) -> None:
+    segments = chain("each", 3)
+    put(stores[0], segments[:1])
+    put(stores[1], segments[1:])
+    each = tiers.find_each(keys(segments), deadline_seconds=SECONDS).result(SECONDS)
+    assert each == [[segments[0].header, None, None], [None, segments[1].header, segments[2].header]]
+    stores[0].before = waiting(gate)
+    fast, slow = tiers.find_each(keys(segments), deadline_seconds=0.1).result(SECONDS)
+    assert not any(fast or ()) and slow == each[1], "one that hangs is not waited for"
 
 
 def test_what_a_slow_tier_gave_is_promoted(tiers: Tiers, stores: list[ScriptedStore]) -> None:
@@ -405,6 +419,24 @@ def test_a_save_that_ends_after_its_removal_is_removed_again(
     tiers.close()
 
 
+def test_what_is_saved_after_a_removal_stays(
+    tiers: Tiers, stores: list[ScriptedStore], gate: threading.Event
+) -> None:
+    """Also if the one before it was still waiting: an object that is replaced is removed and saved again."""
+    old = segment("replaced")
+    new = dataclasses.replace(old, payload=[bytes(old.header.payload_bytes)])
+    for store in stores:
+        store.before = waiting(gate)
+    tiers.save(segment("in front"), NOTHING)
+    tiers.save(old, NOTHING)
+    removing = tiers.remove(keys([old]))
+    tiers.save(new, NOTHING)
+    gate.set()
+    assert removing.result(SECONDS) == 1 and tiers.flush(SECONDS)
+    for store in stores:
+        assert payload(MemoryStore.load(store, keys([old]), deadline_seconds=SECONDS)[0]) == payload(new)
+
+
 def test_a_removal_that_a_tier_did_not_answer_is_said(tiers: Tiers, stores: list[ScriptedStore]) -> None:
     def broken() -> None:
         raise OSError("gone")
@@ -441,6 +473,16 @@ def test_closing_ends_everything(stores: list[ScriptedStore], gate: threading.Ev
     assert tiers.load(found, deadline_seconds=SECONDS).result(1) == [None] * 3
     with pytest.raises(StoreError, match="closed"):
         tiers.remove(keys(segments)).result(1)
+    tiers.close()
+
+
+def test_local_tiers_say_what_they_take(tmp_path: Path) -> None:
+    file = FileStore(tmp_path / "store", IDENTITY, budget_bytes=1 << 20)
+    tiers = Tiers([MemoryStore(IDENTITY, budget_bytes=1 << 16), file])
+    one = segment("usage")
+    assert tiers.save(one, NOTHING) and tiers.flush(SECONDS)
+    num_bytes = 512 + one.header.payload_bytes
+    assert [tier.usage for tier in tiers.counters()] == [(num_bytes, 1 << 16), (file.used_bytes, 1 << 20)]
     tiers.close()
 
 
@@ -544,8 +586,8 @@ def test_the_timer_runs_what_is_due_in_order() -> None:
     timer.after(100, lambda: ran.append("at close"))
     timer.close()
     assert ran[-1] == "at close"
-    timer.after(0, lambda: ran.append("never"))
-    assert ran[-1] == "at close"
+    timer.after(100, lambda: ran.append("after it"))
+    assert ran[-1] == "after it"
 
 
 def test_an_answer_is_given_once() -> None:

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from milepost.cli.sizes import format_size, parse_size
+from milepost.engine.manifests import NAME_REASONS
 from milepost.errors import ConfigError
 from milepost.stores.inspection import (
     StoredObject,
@@ -220,12 +221,13 @@ class ModelRow:
 def _model_row(model: str, objects: Sequence[StoredObject]) -> ModelRow:
     ours = [each for each in objects if each.file.path.startswith(f"{model}/")]
     headers = [each.header for each in ours if each.header is not None]
+    segments = [header for header in headers if header.reason not in NAME_REASONS]
     return ModelRow(
         fingerprint=model,
         segments=len(ours),
         bytes=sum(each.file.num_bytes for each in ours),
-        tokens=sum(header.position - header.start for header in headers),
-        longest_prefix=max((header.position for header in headers), default=0),
+        tokens=sum(header.position - header.start for header in segments),
+        longest_prefix=max((header.position for header in segments), default=0),
         last_used=max(each.file.used_ns for each in ours) / 1e9,
         reasons=dict(Counter(header.reason for header in headers).most_common()),
         unreadable=sum(each.problem is not None for each in ours),

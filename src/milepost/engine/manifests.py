@@ -12,6 +12,7 @@ exist is decided by the manifests; the index only says where to look.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 from array import array
@@ -28,18 +29,22 @@ from milepost.core.units import floor_div
 from milepost.engine.messages import EngineError
 from milepost.errors import RequestError, StoreError
 from milepost.stores.port import PoolPart, SegmentHeader, StoredSegment
-from milepost.stores.tiers import Tiers
+from milepost.stores.tiers import Found, Tiers
 
 T = TypeVar("T")
+
+log = logging.getLogger("milepost.engine")
 
 NAME = re.compile(r"[A-Za-z0-9._~:@+=-]{1,128}")
 MAX_NAMES = 1024
 """Of one domain: the index is written anew with every change."""
-MANIFEST_REASON, INDEX_REASON = "manifest", "names"
+MANIFEST_REASON, INDEX_REASON = NAME_REASONS = ("manifest", "names")
 _MANIFEST_TAG, _INDEX_TAG = b"milepost/name/1", b"milepost/names/1"
 _NUM_INDEX_SLOTS = 2
 _TOKEN_BYTES = 4
 _RETRY_SECONDS = 0.02
+LOOKUP_SECONDS = 5.0
+"""A store that hangs may delay the look-up of a name so long."""
 MIN_CALL_SECONDS = 1.0
 """A step of an operation whose time is over gets so long: what was done is still to be told."""
 
@@ -158,17 +163,19 @@ class Manifests:
         return [found for each in segments if each is not None and (found := _manifest_in(each)) is not None]
 
     async def write(self, domain: CacheDomain, manifest: Manifest, until: Until) -> None:
-        """Remember a name, or change what it stands for, and list it.
+        """Remember a name, or change what it stands for, and list it. A store that is down does not prevent
+        it as long as another one takes it.
 
         Raises:
-            RequestError: too many names. StoresUnavailable: it is not remembered, or not everywhere.
+            RequestError: too many names. StoresUnavailable: it is not remembered.
         """
         index, version = await self._read_index(domain, until)
         entries = {entry.name: entry for entry in await self._existing(domain, index, until)}
         if manifest.name not in entries and len(entries) >= MAX_NAMES:
             raise RequestError("name", f"there are {MAX_NAMES} names already; delete one that is not needed")
         key = self.key(domain, manifest.name)
-        if await self.read(domain, manifest.name, until) != manifest:
+        (known,) = await self._fetch([key], until)
+        if known is None or _manifest_in(known) != manifest:
             note = msgspec.msgpack.encode(manifest.note)
             parts = (
                 PoolPart("tokens", len(manifest.tokens), _TOKEN_BYTES),
@@ -177,7 +184,10 @@ class Manifests:
             payload = (token_bytes(manifest.tokens), note)
             await self._replace(key, MANIFEST_REASON, len(manifest.tokens), parts, payload, until)
         entries[manifest.name] = Entry(manifest.name, manifest.note.saved_tokens, self._clock())
-        await self._write_index(domain, list(entries.values()), version + 1, until)
+        try:
+            await self._write_index(domain, list(entries.values()), version + 1, until)
+        except StoresUnavailable as error:
+            log.warning("a name that was saved is not in the list of names: %s", error)
 
     async def remove(self, domain: CacheDomain, name: str, until: Until) -> bool:
         """Forget a name, and take it off the list; whether it was there.
@@ -240,7 +250,21 @@ class Manifests:
     # -- objects -------------------------------------------------------------------------------
 
     async def _fetch(self, keys: Sequence[bytes], until: Until) -> list[StoredSegment | None]:
-        found = await asyncio.wrap_future(self._tiers.find(keys, deadline_seconds=until.call_seconds))
+        """The newest version of each object: a store that was down may have an older one."""
+        seconds = min(until.call_seconds, LOOKUP_SECONDS)
+        tiers = await asyncio.wrap_future(self._tiers.find_each(keys, deadline_seconds=seconds))
+        found = [
+            max(
+                (
+                    Found(header, tier)
+                    for tier, headers in enumerate(tiers)
+                    if headers is not None and (header := headers[index]) is not None
+                ),
+                key=lambda each: each.header.created,
+                default=None,
+            )
+            for index in range(len(keys))
+        ]
         present = [each for each in found if each is not None]
         loaded = await asyncio.wrap_future(self._tiers.load(present, deadline_seconds=until.call_seconds))
         segments = iter(loaded)
@@ -256,7 +280,10 @@ class Manifests:
         until: Until,
     ) -> None:
         """Stores keep what they have under a key, so the old object goes first."""
-        await self._removed([key], until)
+        try:
+            await self._removed([key], until)
+        except StoresUnavailable as error:
+            log.warning("an older version of a name may stay in a store: %s", error)
         header = SegmentHeader(
             fingerprint=self._fingerprint,
             key=key,

@@ -10,9 +10,8 @@ import asyncio
 import itertools
 import logging
 from array import array
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -36,6 +35,7 @@ from milepost.engine.manifests import (
     waited,
 )
 from milepost.engine.messages import LoadNote
+from milepost.engine.named_messages import Loaded, Meant, Removed, Saved
 from milepost.engine.tiering import Tiering
 from milepost.errors import RequestError
 
@@ -46,76 +46,14 @@ log = logging.getLogger("milepost.engine")
 MAX_PIN_SECONDS = 86400.0
 DEFAULT_TIMEOUT_SECONDS = 30.0
 MAX_TIMEOUT_SECONDS = 300.0
-POLL_SECONDS = 0.01
+FIRST_POLL_SECONDS, LAST_POLL_SECONDS = 0.005, 0.25
+"""Between two looks at the engine thread: each one doubles the pause."""
 MAX_LEFTOVER_KEYS = 1 << 16
 """Segments that a store kept in spite of a `forget`, to be removed with the next one."""
+MANIFESTS_AT_ONCE = 16
+"""So many prompts are in memory to be compared."""
 CACHED = "cached"
 """Outcome of a load that found everything in the cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class Meant:
-    """Which prompt an operation is about: the tokens, or a name that stands for some.
-
-    Attributes:
-        names: where names are kept, if that is not `domain`: callers who share a cache may have names of
-            their own.
-        public_tokens: of `tokens`, those at the head that are no part of the conversation itself (system
-            prompt, tools); None where that is not known.
-    """
-
-    domain: CacheDomain
-    name: str | None = None
-    tokens: array[int] | None = None
-    public_tokens: int | None = None
-    names: CacheDomain | None = None
-
-    @property
-    def names_domain(self) -> CacheDomain:
-        return self.domain if self.names is None else self.names
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """Attributes:
-    saved_tokens: a load from the stores reaches so far.
-    cached_tokens: the deepest checkpoint in the cache.
-    num_segments, num_bytes: what such a load would bring.
-    """
-
-    name: str
-    saved_tokens: int
-    cached_tokens: int
-    num_segments: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """Attributes:
-    cached_tokens: the deepest checkpoint in the cache now.
-    note: outcome "cached", or one of `lookups.LOOKUP_OUTCOMES`.
-    """
-
-    cached_tokens: int
-    note: LoadNote
-
-
-@dataclass(frozen=True, slots=True)
-class Removed:
-    """Attributes:
-    num_tokens: of the prompt, whole units.
-    num_kept_tokens: those at its head that others need as well.
-    kept_for: names among these others.
-    num_checkpoints: dropped from the cache.
-    num_segments: removed from the store that had most of them.
-    """
-
-    num_tokens: int
-    num_kept_tokens: int
-    kept_for: list[str]
-    num_checkpoints: int
-    num_segments: int
 
 
 class NamedConversations:
@@ -151,28 +89,54 @@ class NamedConversations:
         prompt = await self._prompt(meant, until)
         chain = self._chain(meant.domain, prompt.tokens)
 
-        def begin(scheduler: Scheduler, now: float) -> tuple[int, set[bytes]]:
-            checkpoints = paths.checkpoints_of(paths.cached_path(scheduler.cache, chain))
-            tiering.save_again(checkpoints)
-            return (checkpoints[-1].depth if checkpoints else 0), {node.key for node in checkpoints}
-
-        num_cached_units, keys = await self._act(begin)
-        cached_tokens = num_cached_units * self._unit
-        while (
-            keys and not until.has_passed and await self._act(lambda scheduler, now: tiering.is_saving(keys))
-        ):
-            await asyncio.sleep(POLL_SECONDS)
-        segments = await self._stored(tiering, chain, until)
-        if not segments and not cached_tokens:
+        stored = await self._stored(tiering, chain, until)
+        cached_tokens = await self._save_missing(tiering, chain, stored, until)
+        if cached_tokens:
+            stored = await self._stored(tiering, chain, until)
+        best = max(
+            (choose_segments(offers, Outlook(0, 0, []), ANY_COST) for offers in stored),
+            key=lambda segments: segments[-1].position if segments else 0,
+        )
+        if not best and not cached_tokens:
             raise _nothing_there()
-        if not segments:
+        if not best:
             raise StoresUnavailable("no store took a part of this prompt in time; try again")
-        saved_tokens = segments[-1].position
-        note = Note(name, saved_tokens, prompt.note.public_tokens)
+        tokens = [max(usable(offers), default=0) for offers in stored]
+        saved = Saved(
+            name,
+            dict(zip(tiering.tiers.names, tokens, strict=True)),
+            cached_tokens,
+            len(best),
+            sum(segment.num_bytes for segment in best),
+        )
+        note = Note(name, saved.saved_tokens, prompt.note.public_tokens)
         async with self._lock(meant.names_domain):
             await manifests.write(meant.names_domain, Manifest(prompt.tokens, note), until)
-        num_bytes = sum(segment.num_bytes for segment in segments)
-        return Saved(name, saved_tokens, cached_tokens, len(segments), num_bytes)
+        return saved
+
+    async def _save_missing(
+        self, tiering: Tiering, chain: KeyChain, stored: list[list[StoredCheckpoint]], until: Until
+    ) -> int:
+        """Save the prompt's cached checkpoints that some store lacks, or cannot use, as far as time allows;
+        returns the position of the deepest one."""
+        everywhere = set.intersection(*(usable(offers) for offers in stored))
+        keys: set[bytes] = set()
+
+        def begin(scheduler: Scheduler, now: float) -> int:
+            checkpoints = paths.checkpoints_of(paths.cached_path(scheduler.cache, chain))
+            missing = [node for node in checkpoints if node.depth * self._unit not in everywhere]
+            keys.update(node.key for node in missing)
+            tiering.save_again(missing)
+            return checkpoints[-1].depth * self._unit if checkpoints else 0
+
+        def is_saving(scheduler: Scheduler, now: float) -> bool:
+            return tiering.is_saving(keys)
+
+        cached_tokens = await self._act(begin)
+        pauses = poll_pauses(until)
+        while keys and not until.has_passed and await self._act(is_saving):
+            await asyncio.sleep(next(pauses))
+        return cached_tokens
 
     async def load(self, meant: Meant, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> Loaded:
         """Bring what the stores have of the prompt into the cache.
@@ -267,8 +231,13 @@ class NamedConversations:
         """
         task = asyncio.create_task(self._forget(meant, with_branches, Until(timeout_seconds)))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._settled)
         return await asyncio.shield(task)
+
+    def _settled(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen, also if the caller is gone
 
     async def _forget(self, meant: Meant, with_branches: bool, until: Until) -> Removed:
         domain, manifests = meant.domain, self._manifests
@@ -303,13 +272,13 @@ class NamedConversations:
             return 0, []
         entries = await self._manifests.names(meant.names_domain, until)
         others = [entry.name for entry in entries if entry.name != meant.name]
+        prompt = chain.tokens.tobytes()
         shared: dict[str, int] = {}
-        for manifest in await self._manifests.read_all(meant.names_domain, others, until):
-            keys = self._chain(meant.domain, manifest.tokens).keys
-            pairs = zip(keys, chain.keys, strict=False)
-            shared[manifest.name] = sum(
-                1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
-            )
+        for first in range(0, len(others), MANIFESTS_AT_ONCE):
+            names = others[first : first + MANIFESTS_AT_ONCE]
+            for manifest in await self._manifests.read_all(meant.names_domain, names, until):
+                num_bytes = common_prefix(prompt, manifest.tokens.tobytes())
+                shared[manifest.name] = floor_div(num_bytes, self._unit * chain.tokens.itemsize)
         most = max(shared.values(), default=0)
         return most, sorted(name for name, units in shared.items() if units == most > 0)
 
@@ -352,10 +321,11 @@ class NamedConversations:
                 tiering.admit(shunned)
 
         try:
+            pauses = poll_pauses(until)
             while (done := await self._act(attempt)) is None:
                 if until.has_passed:
                     raise StoresUnavailable("a transfer of this prompt does not end; nothing was removed")
-                await asyncio.sleep(POLL_SECONDS)
+                await asyncio.sleep(next(pauses))
             if tiering is None:
                 return done, 0
             return done, await self._remove(tiering, chain.root, done.keys, until)
@@ -425,17 +395,51 @@ class NamedConversations:
             )
         return found
 
-    async def _stored(self, tiering: Tiering, chain: KeyChain, until: Until) -> list[StoredCheckpoint]:
-        """The segments a load of the whole prompt would bring, by ascending position."""
-        keys = chain.keys
-        seconds = until.call_seconds
-        found = await asyncio.wrap_future(tiering.tiers.find(keys, deadline_seconds=seconds))
-        offers = [
-            stored
-            for units, each in enumerate(found, 1)
-            if each is not None and (stored := tiering.codec.checkpoint(each.header, keys, units)) is not None
+    async def _stored(self, tiering: Tiering, chain: KeyChain, until: Until) -> list[list[StoredCheckpoint]]:
+        """Segments of the prompt that each store has, by ascending position."""
+        keys, codec = chain.keys, tiering.codec
+        found = await asyncio.wrap_future(tiering.tiers.find_each(keys, deadline_seconds=until.call_seconds))
+        return [
+            [
+                stored
+                for units, header in enumerate(headers or (), 1)
+                if header is not None and (stored := codec.checkpoint(header, keys, units)) is not None
+            ]
+            for headers in found
         ]
-        return choose_segments(offers, Outlook(0, 0, keys), ANY_COST)
+
+
+def poll_pauses(until: Until) -> Iterator[float]:
+    """Seconds to wait before looking again, not beyond the end of the operation."""
+    pause = FIRST_POLL_SECONDS
+    while True:
+        yield max(FIRST_POLL_SECONDS, min(pause, until.seconds_left))
+        pause = min(2 * pause, LAST_POLL_SECONDS)
+
+
+def common_prefix(left: bytes, right: bytes) -> int:
+    """How many bytes both begin with. O(log n) comparisons."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = floor_div(low + high + 1, 2)
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def usable(offers: Sequence[StoredCheckpoint]) -> set[int]:
+    """Positions of the segments whose whole path is there.
+
+    Args:
+        offers: by ascending position, at most one each.
+    """
+    positions: set[int] = set()
+    for offer in offers:
+        if not offer.start or offer.start in positions:
+            positions.add(offer.position)
+    return positions
 
 
 def _nothing_there() -> RequestError:

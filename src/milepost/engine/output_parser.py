@@ -83,6 +83,11 @@ class OutputFormat:
         )
 
     @property
+    def can_call(self) -> bool:
+        """Whether the format has tool calls."""
+        return self.tools != NONE
+
+    @property
     def parses(self) -> bool:
         """Whether answers are taken apart at all."""
         return bool(self._tags)

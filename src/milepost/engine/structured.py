@@ -20,6 +20,8 @@ from milepost.errors import RequestError
 WHITESPACE = "( |\\r?\\n[ \\t]{0,40})?"
 """Between the tokens of JSON: a space, or a line break and indentation. A model that finds nothing better
 writes white space for ever where it may."""
+MAX_GRAMMAR_CHARS = 1 << 18
+"""Of everything a request asks for; what is larger takes seconds to compile."""
 KEPT_GRAMMARS = 64
 BODY = "body"
 """Name of the grammar of the answer proper inside of what a chat format writes around it."""
@@ -43,11 +45,17 @@ class Grammar:
     def text(self) -> str:
         return json.dumps({"grammars": self.parts}, ensure_ascii=False)
 
-    def wrapped(self, lark: str) -> Grammar:
-        """The same as `@body` of a Lark grammar around it."""
-        first, *others = self.parts
-        params = {BODY if name == first.get("name") else name: p for name, p in self.schema_params.items()}
-        return Grammar(({"lark_grammar": lark}, {**first, "name": BODY}, *others), self.param, params)
+    @property
+    def name(self) -> str:
+        """How a Lark grammar around it refers to it."""
+        return f"@{self.parts[0]['name']}"
+
+
+def wrapped(lark: str, *inner: Grammar) -> Grammar:
+    """A Lark grammar around others."""
+    parts = tuple(part for grammar in inner for part in grammar.parts)
+    params = {name: param for grammar in inner for name, param in grammar.schema_params.items()}
+    return Grammar(({"lark_grammar": lark}, *parts), inner[0].param, params)
 
 
 def json_part(name: str, schema: Any) -> dict[str, Any]:
@@ -118,6 +126,11 @@ class GrammarCompiler:
         """
         matcher_type = _llguidance(grammar.param)[0].LLMatcher
         text = grammar.text()
+        if len(text) > MAX_GRAMMAR_CHARS:
+            raise RequestError(
+                grammar.param,
+                f"makes a grammar of {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are allowed",
+            )
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = self._make_vocabulary(grammar.param)

@@ -45,7 +45,7 @@ def tokenizer_spec(path: Path, settings: Mapping[str, Any], alphabet: Mapping[st
         alphabet: see `tokenizer.byte_alphabet`.
 
     Raises:
-        CheckpointFileError: the file is not a list of base64 tokens and ranks.
+        CheckpointFileError: the file is no list of base64 tokens and ranks, or the settings name no tokens.
     """
     ranks = read_ranks(path)
     spell = {byte: char for char, byte in alphabet.items()}
@@ -120,6 +120,12 @@ def _parts_below(piece: bytes, limit: int, ranks: Mapping[bytes, int]) -> list[b
 
 def _control_tokens(first_id: int, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     named = settings.get("added_tokens_decoder") or {}
+    if not isinstance(named, Mapping) or not all(
+        isinstance(entry, Mapping) and isinstance(entry.get("content"), str) for entry in named.values()
+    ):
+        raise CheckpointFileError(
+            "tokenizer_config.json: added_tokens_decoder must hold objects with a text `content`, one per id"
+        )
     tokens = []
     for token_id in range(first_id, first_id + NUM_CONTROL_IDS):
         entry = named.get(str(token_id)) or {}

@@ -73,7 +73,8 @@ class Tokenizer:
     ) -> None:
         self.settings = settings or {}
         if not _is_byte_level(spec.get("decoder")):
-            kind = (spec.get("decoder") or {}).get("type")
+            decoder = spec.get("decoder")
+            kind = decoder.get("type") if isinstance(decoder, dict) else decoder
             raise CheckpointFileError(
                 f"tokenizer.json: decoder is {kind!r}; only byte-level BPE tokenizers can be served"
             )
@@ -86,7 +87,7 @@ class Tokenizer:
                 bool(entry.get("rstrip")),
                 bool(entry.get("single_word")),
             )
-            for entry in spec.get("added_tokens") or ()
+            for entry in _added_tokens(spec)
         )
         self._control_by_id = {token.token_id: token for token in self.control_tokens}
         self._control_by_content = {token.content: token for token in self.control_tokens}
@@ -258,11 +259,25 @@ class Tokenizer:
         return full[:start], full[start + len(bare) :]
 
 
-def _is_byte_level(decoder: dict[str, Any] | None) -> bool:
-    if decoder is None:
+def _added_tokens(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """Raises: CheckpointFileError: an entry is no token."""
+    entries = spec.get("added_tokens") or []
+    for entry in entries if isinstance(entries, list) else [entries]:
+        is_token = isinstance(entry, dict) and isinstance(entry.get("content"), str)
+        if not is_token or type(entry.get("id")) is not int:
+            raise CheckpointFileError(
+                "tokenizer.json: added_tokens must be a list of objects with a whole number `id` and a text "
+                f"`content`, not {entry!r:.80}"
+            )
+    return list(entries)
+
+
+def _is_byte_level(decoder: Any) -> bool:
+    if not isinstance(decoder, dict):
         return False
     if decoder.get("type") == "Sequence":
-        return any(_is_byte_level(part) for part in decoder.get("decoders") or ())
+        parts = decoder.get("decoders")
+        return isinstance(parts, list) and any(map(_is_byte_level, parts))
     return decoder.get("type") == "ByteLevel"
 
 
@@ -327,7 +342,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         parsed = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointFileError(f"{path}: not readable as JSON: {error}") from None
     if not isinstance(parsed, dict):
         raise CheckpointFileError(f"{path}: must hold a JSON object")

@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from milepost.engine.marks import MarkTable
-from milepost.engine.output_parser import OutputFormat
+from milepost.engine.output_parser import NONE, PROMPT_END_TOKENS, OutputFormat
 from milepost.engine.parts import tool_schemas
 from milepost.engine.reasoning import TaggedMessage, ThinkTags
-from milepost.engine.structured import Grammar, json_part, lark_text
+from milepost.engine.structured import Grammar, json_part, lark_text, wrapped
 from milepost.engine.tagged_tools import argument_kinds
 from milepost.engine.tokenizer import Tokenizer
 from milepost.errors import RequestError
+
+CALLS = "calls"
+"""Name of the grammar of tool calls."""
 
 
 @dataclass(slots=True)
@@ -68,39 +71,58 @@ def tool_call_grammar(
         names.append(f"call{number}")
     more = "" if one_only else f"({writer.between(rules)} call)*"
     rules.lark.insert(0, f"start: {writer.around(rules, f'call {more}')}\ncall: {' | '.join(names)}")
-    start = {"name": "calls", "lark_grammar": "\n".join(rules.lark)}
+    start = {"name": CALLS, "lark_grammar": "\n".join(rules.lark)}
     return Grammar((start, *rules.parts), "tools", rules.params)
 
 
 def in_chat_format(
-    grammar: Grammar, output_format: OutputFormat, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]
+    output_format: OutputFormat,
+    tokenizer: Tokenizer,
+    prompt_token_ids: Sequence[int],
+    *,
+    content: Grammar | None = None,
+    calls: Grammar | None = None,
 ) -> tuple[Grammar, tuple[int, ...]]:
-    """A grammar of content, or of calls, as a whole answer of the model's format, and the tokens behind
-    which it begins: the end of a thought that the prompt has opened. Without one it begins at once."""
+    """A whole answer of the model's format, made of content or of calls (either one, if both are given),
+    and the tokens behind which it begins: the end of a thought that the prompt has opened. Without such
+    a thought it begins at once."""
+    inner = [grammar for grammar in (content, calls) if grammar is not None]
+    prompt_end = output_format.marks.text_of(prompt_token_ids[-PROMPT_END_TOKENS:])
+    if "kimi_k3" in (output_format.reasoning, output_format.tools):
+        return _in_k3_format(output_format.marks, tokenizer, prompt_end, content, calls)
+    choice = " | ".join(grammar.name for grammar in inner)
+    after = _open_thought(output_format, prompt_end)
+    if not after:
+        return inner[0] if len(inner) == 1 else wrapped(f"start: {choice}", *inner), ()
+    return wrapped(f"start: /\\n{{0,2}}/ ({choice})", *inner), after
+
+
+def _open_thought(output_format: OutputFormat, prompt_end: str) -> tuple[int, ...]:
+    """The id of `</think>`, if the prompt ends in a thought; else nothing."""
     marks = output_format.marks
-    prompt_end = marks.text_of(prompt_token_ids[-32:])
-    rules = _Rules(marks, [], [], {})
-    if output_format.reasoning == "kimi_k3" or output_format.tools == "kimi_k3":
-        opening, closing, sep = (rules.tag(tag) for tag in TaggedMessage.TAGS)
-        think = "{}think{}".format(*(marks.needle(tag) for tag in (TaggedMessage.TAGS[0], "<|sep|>")))
-        is_thinking = prompt_end.endswith(think)
-        begin = f'{opening} "response" {sep}' if is_thinking else ""
-        end = f'{closing} "response" {sep}'
-        finish = f'{closing} "message" {sep}'
-        is_call = grammar.parts[0].get("name") == "calls"
-        body = f"{end} @body" if is_call else f"@body {end}"
-        after: tuple[int, ...] = ()
-        close_id, sep_id = marks.token_id("<|close|>"), marks.token_id("<|sep|>")
-        if is_thinking and close_id is not None and sep_id is not None:
-            after = (close_id, *tokenizer.encode("think"), sep_id)
-        return grammar.wrapped(f"start: {begin} {body} {finish}"), after
+    opening = marks.needle(ThinkTags.TAGS[0])
+    opened = prompt_end.rfind(opening)
     end_id = marks.token_id(ThinkTags.TAGS[1])
-    opened = prompt_end.rfind(marks.needle(ThinkTags.TAGS[0]))
-    if output_format.reasoning == "none" or end_id is None or opened < 0:
-        return grammar, ()
-    if prompt_end[opened + len(marks.needle(ThinkTags.TAGS[0])) :].strip():
-        return grammar, ()
-    return grammar.wrapped("start: /\\n{0,2}/ @body"), (end_id,)
+    is_open = opened >= 0 and not prompt_end[opened + len(opening) :].strip()
+    return (end_id,) if is_open and end_id is not None and output_format.reasoning != NONE else ()
+
+
+def _in_k3_format(
+    marks: MarkTable, tokenizer: Tokenizer, prompt_end: str, content: Grammar | None, calls: Grammar | None
+) -> tuple[Grammar, tuple[int, ...]]:
+    rules = _Rules(marks, [], [], {})
+    opening, closing, sep = (rules.tag(tag) for tag in TaggedMessage.TAGS)
+    end = f'{closing} "response" {sep}'
+    bodies = [] if content is None else [f"{content.name} {end}"]
+    bodies += [] if calls is None else [f"{end} {calls.name}"]
+    is_thinking = prompt_end.endswith(f"{marks.needle('<|open|>')}think{marks.needle('<|sep|>')}")
+    begin = f'{opening} "response" {sep}' if is_thinking else ""
+    lark = f'start: {begin} ({" | ".join(bodies)}) {closing} "message" {sep}'
+    close_id, sep_id = marks.token_id("<|close|>"), marks.token_id("<|sep|>")
+    after: tuple[int, ...] = ()
+    if is_thinking and close_id is not None and sep_id is not None:
+        after = (close_id, *tokenizer.encode("think"), sep_id)
+    return wrapped(lark, *(grammar for grammar in (content, calls) if grammar is not None)), after
 
 
 class _Hermes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 from milepost.errors import CheckpointFileError, ConfigError
 
 _REQUIRED: Any = object()
+LARGEST_SIZE = 1 << 40
+MOST_LAYERS = 10_000
+"""Far beyond any model; a larger number is a mistake, and would be waited for."""
 
 
 def unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -37,7 +41,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unrepeated)
     except FileNotFoundError:
         raise CheckpointFileError(f"{path} does not exist; a model directory needs it") from None
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise CheckpointFileError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):
         raise CheckpointFileError(f"{path} must hold a JSON object, not {type(content).__name__}")
@@ -79,13 +83,21 @@ class ConfigReader:
             raise ConfigError(self.field(key), "is missing from config.json")
         return default
 
-    def integer(self, key: str, default: int = _REQUIRED, *, minimum: int = 1) -> int:
+    def integer(
+        self, key: str, default: int = _REQUIRED, *, minimum: int = 1, maximum: int = LARGEST_SIZE
+    ) -> int:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(self.field(key), f"must be a whole number, not {value!r}")
         if value < minimum:
             raise ConfigError(self.field(key), f"must be at least {minimum}, not {value}")
+        if value > maximum:
+            raise ConfigError(self.field(key), f"must be at most {maximum}")
         return value
+
+    def num_layers(self, key: str, default: int = _REQUIRED, *, minimum: int = 1) -> int:
+        """A number of layers: things are made for each."""
+        return self.integer(key, default, minimum=minimum, maximum=MOST_LAYERS)
 
     def optional_integer(self, key: str, *, minimum: int = 1) -> int | None:
         return self.integer(key, minimum=minimum) if self.has(key) else None
@@ -94,6 +106,9 @@ class ConfigReader:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ConfigError(self.field(key), f"must be a number, not {value!r}")
+        # JSON as Python reads it has NaN, infinity and whole numbers that no float can hold.
+        if not abs(value) <= sys.float_info.max:
+            raise ConfigError(self.field(key), "must be a finite number")
         return float(value)
 
     def positive_number(self, key: str, default: float = _REQUIRED) -> float:

@@ -41,7 +41,7 @@ def parse_config(config: ConfigReader) -> DecoderSpec:
     mixers = layer_mixers(text)
     moe = _moe(text)
     kda = read_kda(text) if "kda" in mixers else None
-    num_drafts = text.integer("num_nextn_predict_layers", 0, minimum=0)
+    num_drafts = text.num_layers("num_nextn_predict_layers", 0, minimum=0)
     drafts = (
         f"{prefix}layers.{len(mixers) + number}."
         for prefix in ("language_model.model.", "model.")

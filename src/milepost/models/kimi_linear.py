@@ -82,7 +82,7 @@ def refuse_unknown_routing(config: ConfigReader) -> None:
 
 def layer_mixers(config: ConfigReader) -> list[Mixer]:
     """Kind of each layer from the two published lists, which count layers from 1."""
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers("num_hidden_layers")
     section = config.section("linear_attn_config")
     lists: tuple[tuple[str, Mixer], ...] = (("kda_layers", "kda"), ("full_attn_layers", "mla"))
     mixers: dict[int, Mixer] = {}
@@ -116,7 +116,7 @@ def _check_layer_types(config: ConfigReader, mixers: list[Mixer]) -> None:
             config.field("layer_types"), f"has {len(kinds)} entries, num_hidden_layers is {len(mixers)}"
         )
     for kind in kinds:
-        if kind not in names:
+        if not isinstance(kind, str) or kind not in names:
             raise ConfigError(
                 config.field("layer_types"), f"has the unknown layer kind {kind!r}; known: {sorted(names)}"
             )

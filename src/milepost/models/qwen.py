@@ -46,7 +46,7 @@ def parse_dense(config: ConfigReader) -> DecoderSpec:
     """Qwen3.5 without experts; see `parse_next` for errors."""
     text = text_section(config, DENSE_MODEL_TYPES)
     text.must_equal("num_experts", 0, "experts belong to model_type qwen3_5_moe")
-    mlps: list[Mlp] = ["dense"] * text.integer("num_hidden_layers")
+    mlps: list[Mlp] = ["dense"] * text.num_layers("num_hidden_layers")
     return _decoder(
         text, DENSE_MODEL_TYPES[0], mlps, None, text.integer("intermediate_size"), interleaved=False
     )
@@ -59,7 +59,7 @@ def parse_moe(config: ConfigReader) -> DecoderSpec:
     text.must_equal("decoder_sparse_step", 1, "every layer of this family has experts")
     text.must_equal("norm_topk_prob", True, "the weights of the chosen experts add up to one")
     text.integer("num_experts")
-    mlps: list[Mlp] = ["moe"] * text.integer("num_hidden_layers")
+    mlps: list[Mlp] = ["moe"] * text.num_layers("num_hidden_layers")
     return _decoder(text, MOE_MODEL_TYPES[0], mlps, _moe(text, renormalize=True), 0, interleaved=False)
 
 
@@ -97,7 +97,7 @@ def _decoder(
 
 def _layer_mixers(config: ConfigReader) -> list[Mixer]:
     """From `layer_types`, or full attention in every `full_attention_interval`-th layer."""
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers("num_hidden_layers")
     if not config.has("layer_types"):
         interval = config.integer("full_attention_interval", 4)
         return ["gqa" if number % interval == 0 else "gdn" for number in range(1, num_layers + 1)]
@@ -107,7 +107,7 @@ def _layer_mixers(config: ConfigReader) -> list[Mixer]:
             config.field("layer_types"), f"has {len(kinds)} entries, num_hidden_layers is {num_layers}"
         )
     for kind in kinds:
-        if kind not in _LAYER_KINDS:
+        if not isinstance(kind, str) or kind not in _LAYER_KINDS:
             raise ConfigError(
                 config.field("layer_types"),
                 f"has the unknown layer kind {kind!r}; known: {sorted(_LAYER_KINDS)}",
@@ -116,7 +116,7 @@ def _layer_mixers(config: ConfigReader) -> list[Mixer]:
 
 
 def _next_mlps(config: ConfigReader, moe: MoeSpec | None) -> list[Mlp]:
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers("num_hidden_layers")
     dense = set(config.integers("mlp_only_layers")) if config.has("mlp_only_layers") else set()
     for index in sorted(dense):
         if not 0 <= index < num_layers:

@@ -89,7 +89,7 @@ class SafetensorsFile:
         try:
             text = self.mapping[_LENGTH_BYTES : self._header_end].decode("utf-8")
             header = json.loads(text, object_pairs_hook=unrepeated)
-        except (UnicodeDecodeError, ValueError) as error:
+        except (UnicodeDecodeError, ValueError, RecursionError) as error:
             raise self._error(f"is no safetensors file: its header is not JSON: {error}") from None
         if not isinstance(header, dict):
             raise self._error("is no safetensors file: its header is not a JSON object")

@@ -13,9 +13,15 @@ from milepost.server.chat_run import Conversation
 from milepost.server.conversation import MAX_MESSAGES, MAX_TOOLS, check_count
 from milepost.server.schema import ChatBody, warn_unknown
 
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": (), "context_management": ()}
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": ()}
 """Fields that would change the answer and are not implemented -> values that ask for nothing."""
-HARMLESS = frozenset({"metadata", "service_tier", "inference_geo", "betas", "speed"})
+HARMLESS = frozenset(
+    {
+        "betas", "context_management", "diagnostics", "inference_geo", "metadata", "service_tier", "speed",
+        "user_profile_id", "workspace_id",
+    }
+)  # fmt: skip
+"""Fields that may be ignored; without context management a prompt is longer, not another."""
 Text = tuple[str, Any, str]
 """A text, the `cache_control` behind it, and the field of that."""
 
@@ -215,6 +221,9 @@ class _Writer:
             self.message("user", texts)
 
     def _one_text(self, place: str, block: dict[str, Any]) -> list[Text]:
+        source = block.get("source")
+        if block["type"] == "document" and isinstance(source, dict) and source.get("type") == "text":
+            block = {**block, "type": "text", "text": self.text(f"{place}.source", source, "data")}
         if block["type"] != "text":
             raise RequestError(
                 f"{place}.type",

@@ -42,10 +42,13 @@ async def messages(request: Request) -> Response:
         raise RequestError("max_tokens", "is missing")
     if body.max_tokens < 1:
         raise RequestError("max_tokens", f"must be at least 1, not {body.max_tokens}")
+    given = conversation(body)
+    if given.messages[-1]["role"] == "assistant":
+        raise RequestError("messages", "must not end with an answer: beginnings of answers cannot be given")
     message_id = f"msg_{request_id(request)}"
     # What does not fit the context is cut off there, as in the API this follows.
     limit = OutputLimit(None, "max_tokens", "messages", default=body.max_tokens)
-    run = await ask(service, request, chat_body(body), conversation(body), limit=limit, label=message_id)
+    run = await ask(service, request, chat_body(body), given, limit=limit, label=message_id)
     reply = _Message(service.model, body.max_tokens, run, message_id)
     return await respond(
         request,

@@ -17,10 +17,9 @@ from milepost.engine.named import (
     DEFAULT_TIMEOUT_SECONDS,
     MAX_PIN_SECONDS,
     MAX_TIMEOUT_SECONDS,
-    Meant,
     NamedConversations,
-    Removed,
 )
+from milepost.engine.named_messages import Meant, Removed
 from milepost.engine.serving import ServingModel, cache_domain
 from milepost.errors import RequestError
 from milepost.server.access import caller_of
@@ -117,6 +116,7 @@ async def save(request: Request) -> JSONResponse:
             "name": saved.name,
             "saved_tokens": saved.saved_tokens,
             "cached_tokens": saved.cached_tokens,
+            "stores": saved.tokens_by_store,
             "segments": saved.num_segments,
             "bytes": saved.num_bytes,
         }
@@ -233,6 +233,10 @@ async def _meant(request: Request, body: CacheBody, *, may_have_both: bool = Fal
     service: Service = request.app.state.service
     body.check()
     check_model(service, body.model)
+    if not service.model.cache.enable_prefix_caching:
+        raise RequestError(
+            None, "this server caches nothing (--no-enable-prefix-caching)", code="caching_disabled"
+        )
     if body.name is None and not body.has_prompt:
         raise RequestError("name", "give `name`, `messages` or `prompt`")
     if body.name is not None and body.has_prompt and not may_have_both:

@@ -49,10 +49,16 @@ def constrained_chat(
 ) -> NewConstraint | None:
     """The same for a chat answer: the grammar of its content, or of the calls `tool_choice` demands, in
     the model's chat format, behind a thought that the prompt has opened."""
-    grammar = demanded_calls(model, body, tools) or demanded_form(body)
-    if grammar is None:
+    calls = demanded_calls(model, body, tools)
+    content = demanded_form(body) if calls is None else None
+    if content is not None and tools and body.tool_choice in (None, "auto") and model.output_format.can_call:
+        # The content has a form, and the model may still call instead.
+        calls = _any_calls(model, body, tools)
+    if calls is None and content is None:
         return None
-    whole, after = in_chat_format(grammar, model.output_format, model.tokenizer, prompt_token_ids)
+    whole, after = in_chat_format(
+        model.output_format, model.tokenizer, prompt_token_ids, content=content, calls=calls
+    )
     return model.grammars.compile(whole, after=after).fresh
 
 
@@ -77,10 +83,21 @@ def demanded_calls(
     if not found:
         what = "needs `tools`" if named is None else f"names {named!r:.80}, which `tools` does not declare"
         raise RequestError("tool_choice", what)
-    one_only = named is not None or (body.model_extra or {}).get("parallel_tool_calls") is False
     return tool_call_grammar(
-        model.output_format, [tool for tool, _ in found], [param for _, param in found], one_only=one_only
+        model.output_format,
+        [tool for tool, _ in found],
+        [param for _, param in found],
+        one_only=named is not None or _wants_one_call(body),
     )
+
+
+def _any_calls(model: ServingModel, body: ChatBody, tools: Sequence[dict[str, Any]]) -> Grammar:
+    params = [f"tools[{index}]" for index in range(len(tools))]
+    return tool_call_grammar(model.output_format, tools, params, one_only=_wants_one_call(body))
+
+
+def _wants_one_call(body: ChatBody) -> bool:
+    return (body.model_extra or {}).get("parallel_tool_calls") is False
 
 
 def _named_function(choice: Any) -> str | None:

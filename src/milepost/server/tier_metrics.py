@@ -46,6 +46,18 @@ class TierCollector(Collector):
             dict(tiering.outcomes),
             LOOKUP_OUTCOMES,
         )
+        yield make.counters(
+            "milepost:store_prefetches",
+            "Loads that callers asked for ahead of a request, by what became of it.",
+            "outcome",
+            dict(tiering.prefetch_outcomes),
+            LOOKUP_OUTCOMES,
+        )
+        yield make.counter(
+            "milepost:prefetched_tokens",
+            "Prompt tokens that such loads brought.",
+            tiering.num_prefetched_tokens,
+        )
         yield make.counter(
             "milepost:unsaved_checkpoints",
             "Checkpoints that were evicted or refused before they were saved.",
@@ -68,6 +80,8 @@ class TierCollector(Collector):
         seconds: dict[tuple[str, str], float] = {}
         pending: dict[str, float] = {}
         is_open: dict[str, float] = {}
+        used: dict[str, float] = {}
+        bounds: dict[str, float] = {}
         for tier in self._tiering.tier_counters():
             for (operation, outcome), count in tier.outcomes.items():
                 keys[tier.name, operation, outcome] = count
@@ -77,6 +91,8 @@ class TierCollector(Collector):
                 num_bytes[tier.name, operation] = total.num_bytes
             pending[tier.name] = tier.pending_save_bytes
             is_open[tier.name] = tier.breaker_is_open
+            if tier.usage is not None:
+                used[tier.name], bounds[tier.name] = tier.usage
         both = ("tier", "operation")
         yield make.triples(
             "milepost:store_segments",
@@ -88,6 +104,8 @@ class TierCollector(Collector):
         yield make.pairs("milepost:store_seconds", "Time of these calls.", both, seconds)
         yield make.pairs("milepost:store_bytes", "Payload bytes moved.", both, num_bytes)
         yield make.gauges("milepost:store_pending_bytes", "Payloads that wait for a tier.", "tier", pending)
+        yield make.gauges("milepost:store_used_bytes", "What a local tier takes.", "tier", used)
+        yield make.gauges("milepost:store_budget_bytes", "What it may take.", "tier", bounds)
         yield make.gauges(
             "milepost:store_breaker_open", "1 while a tier is left alone after failures.", "tier", is_open
         )

@@ -62,14 +62,16 @@ class Timer:
         self._closed = False
 
     def after(self, seconds: float, function: Callable[[], None]) -> None:
+        """Run `function` in so many seconds, or at once if the timer is closed."""
         with self._condition:
-            if self._closed:
+            if not self._closed:
+                heapq.heappush(self._due, (self._clock() + seconds, next(self._numbers), function))
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                    self._thread.start()
+                self._condition.notify()
                 return
-            heapq.heappush(self._due, (self._clock() + seconds, next(self._numbers), function))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-                self._thread.start()
-            self._condition.notify()
+        function()
 
     def close(self) -> None:
         """What is not due yet is run now: nobody waits for an answer that will not come."""

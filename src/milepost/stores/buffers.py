@@ -15,7 +15,8 @@ _LARGE_BYTES = 1 << 20
 def new_buffer(num_bytes: int) -> memoryview:
     """Writable memory of `num_bytes`."""
     if num_bytes >= _LARGE_BYTES:
-        return memoryview(mmap.mmap(-1, num_bytes))
+        # Private: shared mappings count as shared memory, and the kernel does not join neighbours.
+        return memoryview(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     return memoryview(bytearray(num_bytes))
 
 

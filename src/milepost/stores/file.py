@@ -21,18 +21,17 @@ from milepost.stores.folder import (
     disk_bytes,
     object_path,
     read_all,
+    read_head,
     write_all,
 )
 from milepost.stores.lru import Entry, LruIndex
 from milepost.stores.objects import Clock, Deadline, ObjectStore, keeps_existing
 from milepost.stores.port import Buffer, SegmentHeader, StoredSegment
 from milepost.stores.segment_format import (
-    HEAD_UNIT_BYTES,
     Identity,
     SegmentError,
     decode_head,
     encode_head,
-    head_bytes_needed,
 )
 
 logger = logging.getLogger(__name__)
@@ -104,6 +103,11 @@ class FileStore(ObjectStore):
         """What the folder's files take, those of other processes included."""
         return self._folder.peek_total_bytes()
 
+    @property
+    def known_usage(self) -> tuple[int, int]:
+        # A disk that hangs must not hang whoever only counts.
+        return self._folder.total_bytes, self.budget_bytes
+
     def path_of(self, key: bytes) -> Path:
         """Where the segment that ends at `key` is, if it is there."""
         return self._folder.root / self._name(key)
@@ -158,18 +162,10 @@ class FileStore(ObjectStore):
             return None
         try:
             num_bytes = os.fstat(fd).st_size
-            data = self._whole_head(fd, os.pread(fd, HEAD_UNIT_BYTES, 0))
+            data = read_head(fd)
         finally:
             os.close(fd)
         return self._read_header(operation, key, data, num_bytes)
-
-    def _whole_head(self, fd: int, start: bytes) -> bytes:
-        try:
-            missing = head_bytes_needed(start) - len(start)
-        except SegmentError:
-            # Whoever decodes it says what is wrong.
-            return start
-        return start + os.pread(fd, missing, len(start)) if missing > 0 else start
 
     def _load_one(self, key: bytes, deadline: Deadline) -> StoredSegment | None:
         def check() -> None:
@@ -181,7 +177,7 @@ class FileStore(ObjectStore):
             return None
         try:
             num_bytes = os.fstat(fd).st_size
-            head = self._whole_head(fd, os.pread(fd, HEAD_UNIT_BYTES, 0))
+            head = read_head(fd)
             # Before memory is taken for a length that may be nonsense.
             if self._read_header(oc.LOAD, key, head, num_bytes) is None:
                 return None
@@ -291,7 +287,7 @@ class FileStore(ObjectStore):
         if fd is None:
             return None
         try:
-            header = decode_head(self._whole_head(fd, os.pread(fd, HEAD_UNIT_BYTES, 0))).header
+            header = decode_head(read_head(fd)).header
         except SegmentError:
             return None
         finally:

@@ -29,6 +29,7 @@ from pathlib import Path
 
 from milepost.errors import StoreError
 from milepost.stores.objects import Deadline
+from milepost.stores.segment_format import HEAD_UNIT_BYTES, SegmentError, head_bytes_needed
 
 LEDGER_NAME = ".milepost"
 BLOCK_BYTES = 4096
@@ -345,3 +346,14 @@ def read_all(fd: int, target: memoryview, offset: int, check: Callable[[], None]
             break
         done += count
     return done
+
+
+def read_head(fd: int) -> bytes:
+    """The head of the object in a file; what there is of it, if it is none."""
+    start = os.pread(fd, HEAD_UNIT_BYTES, 0)
+    try:
+        missing = head_bytes_needed(start) - len(start)
+    except SegmentError:
+        # Whoever decodes it says what is wrong.
+        return start
+    return start + os.pread(fd, missing, len(start)) if missing > 0 else start

@@ -16,16 +16,15 @@ from milepost.stores.folder import (
     SegmentFolder,
     object_path,
     read_all,
+    read_head,
 )
 from milepost.stores.objects import Deadline
 from milepost.stores.port import SegmentHeader
 from milepost.stores.segment_format import (
-    HEAD_UNIT_BYTES,
     ForeignSegmentError,
     SegmentError,
     decode,
     decode_head,
-    head_bytes_needed,
 )
 
 _LOCK_SECONDS = 30.0
@@ -107,11 +106,7 @@ def read_objects(
 
 def _read(fd: int, whole: bool) -> SegmentHeader:
     num_bytes = os.fstat(fd).st_size
-    start = os.pread(fd, HEAD_UNIT_BYTES, 0)
-    missing = head_bytes_needed(start) - len(start)
-    if missing > 0:
-        start += os.pread(fd, missing, len(start))
-    header = decode_head(start, object_bytes=num_bytes).header
+    header = decode_head(read_head(fd), object_bytes=num_bytes).header
     if whole:
         data = new_buffer(num_bytes)
         num_read = read_all(fd, data, 0, lambda: None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 
@@ -46,13 +46,6 @@ class LruIndex:
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._entries
-
-    def __iter__(self) -> Iterator[str]:
-        """Least recent first."""
-        return iter(self._entries)
 
     def entry(self, name: str) -> Entry | None:
         return self._entries.get(name)

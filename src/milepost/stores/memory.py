@@ -42,6 +42,10 @@ class MemoryStore(ObjectStore):
         with self._lock:
             return self._index.total_bytes
 
+    @property
+    def known_usage(self) -> tuple[int, int]:
+        return self.used_bytes, self.budget_bytes
+
     def lookup(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[SegmentHeader | None]:
         found: list[SegmentHeader | None] = []
         for key in keys:

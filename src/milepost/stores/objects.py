@@ -68,6 +68,12 @@ class ObjectStore(ABC):
         self._logged: set[str] = set()
         self._num_corrupt = 0
 
+    @property
+    def known_usage(self) -> tuple[int, int] | None:
+        """(bytes used, bound in bytes) as far as this process knows without asking anybody; None if it
+        does not."""
+        return None
+
     def _read_header(
         self, operation: str, key: bytes, data: Buffer | None, object_bytes: int | None
     ) -> SegmentHeader | None:

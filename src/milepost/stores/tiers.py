@@ -59,6 +59,8 @@ class TierCounters:
         calls: number, seconds and payload bytes of calls that came back or timed out, by operation.
         pending_save_bytes: payloads in its queue or being written.
         breaker_is_open: it is left alone at present.
+        usage: (bytes used, bound in bytes) of a store in this process or on its disk, as this process knows
+            it; None elsewhere.
     """
 
     name: str
@@ -66,6 +68,7 @@ class TierCounters:
     calls: dict[str, CallTotals]
     pending_save_bytes: int
     breaker_is_open: bool
+    usage: tuple[int, int] | None = None
 
     @property
     def read_bytes(self) -> int:
@@ -150,6 +153,23 @@ class Tiers:
         self._start(self._find_lane, answer, partial(self._find, list(keys), deadline, answer))
         return future
 
+    def find_each(
+        self, keys: Sequence[bytes], *, deadline_seconds: float
+    ) -> Future[list[list[SegmentHeader | None] | None]]:
+        """What every tier has of the segments that end at `keys`; None for one that was not in time."""
+        future: Future[list[list[SegmentHeader | None] | None]] = Future()
+        answer = Answer(future, len(self._stores))
+        deadline = Deadline(deadline_seconds, self._clock)
+        self._timer.after(deadline_seconds, answer.finish)
+        for tier in range(len(self._stores)):
+            self._start(self._find_lane, answer, partial(self._find_at, tier, list(keys), deadline, answer))
+        return future
+
+    def _find_at(
+        self, tier: int, keys: list[bytes], deadline: Deadline, answer: Answer[list[SegmentHeader | None]]
+    ) -> None:
+        answer.put(tier, self._stores[tier].lookup(keys, deadline_seconds=deadline.remaining_seconds))
+
     def load(self, found: Sequence[Found], *, deadline_seconds: float) -> Future[list[StoredSegment | None]]:
         """Whole segments. One that is on its way already is not fetched twice; what came from a slower tier
         is saved to the faster ones in the background."""
@@ -158,7 +178,8 @@ class Tiers:
         deadline = Deadline(deadline_seconds, self._clock)
         new: dict[int, list[_Transfer]] = {}
         with self._lock:
-            for index, each in enumerate(found):
+            # Nothing new after closing; the timer ends the answer at once.
+            for index, each in enumerate(() if self._closed else found):
                 transfer = self._transfers.get(each.header.key)
                 if transfer is None or transfer.deadline.passed:
                     transfer = self._transfers[each.header.key] = _Transfer(each, deadline)
@@ -170,7 +191,10 @@ class Tiers:
         return future
 
     def _start(
-        self, lane: Lane, answer: Answer[Found] | Answer[StoredSegment], work: Callable[[], None]
+        self,
+        lane: Lane,
+        answer: Answer[Found] | Answer[StoredSegment] | Answer[list[SegmentHeader | None]],
+        work: Callable[[], None],
     ) -> None:
         try:
             lane.start(work)
@@ -321,6 +345,7 @@ class Tiers:
                 calls=store.meter.totals(),
                 pending_save_bytes=self._writes.pending_bytes_of(index),
                 breaker_is_open=store.breaker.is_open,
+                usage=getattr(store.store, "known_usage", None),
             )
             for index, store in enumerate(self._stores)
         ]

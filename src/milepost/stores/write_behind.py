@@ -21,6 +21,7 @@ from milepost.stores.segment_format import with_digest
 logger = logging.getLogger(__name__)
 
 _MAX_OWED = 8192
+_OWED_LOOKED_AT = 64
 _REPAIR_PAUSE_SECONDS = 1.0
 
 
@@ -73,7 +74,8 @@ class _Queue:
         tier: its index.
         keys: of saves that are not over.
         owed: keys that it did not get although a tier before it may have, and since when.
-        removed: of `keys`, those whose removal was asked for since.
+        in_call: saves of calls that are not over; behind a later call, those of calls that were abandoned.
+        late: of these, the ones whose key was removed meanwhile.
     """
 
     tier: int
@@ -82,11 +84,8 @@ class _Queue:
     num_bytes: int = 0
     keys: set[bytes] = field(default_factory=set)
     owed: dict[bytes, float] = field(default_factory=dict)
-    removed: set[bytes] = field(default_factory=set)
-
-    @property
-    def may_repair(self) -> bool:
-        return bool(self.owed) and not self.store.breaker.is_open
+    in_call: set[_Save] = field(default_factory=set)
+    late: dict[bytes, _Save] = field(default_factory=dict)
 
 
 class _Batch:
@@ -202,6 +201,7 @@ class WriteBehind:
             save = _Save(segment, self._clock(), len(takers), done)
             for each in takers:
                 each.items.append(save)
+                each.late.pop(key, None)
                 each.num_bytes += num_bytes
                 each.keys.add(key)
             self._pending[save] = None
@@ -249,7 +249,6 @@ class WriteBehind:
             for each in () if closed else self._queues:
                 for key in keys:
                     each.owed.pop(key, None)
-                each.removed.update(each.keys.intersection(keys))
                 self._append_removal(each, keys, partial(done, each.store.name))
         if closed:
             future.set_exception(StoreError("the stores are closed"))
@@ -271,7 +270,17 @@ class WriteBehind:
 
     def _is_settled(self) -> bool:
         # A tier that is left alone is not waited for.
-        return not (self._pending or self._num_removals or any(each.may_repair for each in self._queues))
+        return not (self._pending or self._num_removals or any(map(self._repairable, self._queues)))
+
+    def _repairable(self, queue: _Queue) -> bytes | None:
+        """A key that the tier lacks and a tier before it may have by now; the first few are looked at."""
+        if not queue.owed or queue.store.breaker.is_open:
+            return None
+        faster = self._queues[: queue.tier]
+        for key in itertools.islice(queue.owed, _OWED_LOOKED_AT):
+            if not any(key in each.keys for each in faster):
+                return key
+        return None
 
     def close(self) -> None:
         """Give up what did not begin; calls that run end by their deadlines."""
@@ -296,6 +305,7 @@ class WriteBehind:
             if isinstance(work, _Repair):
                 self._repair(queue, work.key)
             elif isinstance(work, _Removal):
+                self._note_late(queue, work.keys)
                 self._removed(work, queue.store.try_remove(work.keys, self._save_deadline_seconds))
             else:
                 batch = _Batch(work, lambda saves, results: self._over(queue, saves, results))
@@ -311,14 +321,13 @@ class WriteBehind:
     def _next(self, queue: _Queue) -> Sequence[_Save] | _Removal | _Repair | None:
         """A removal, or saves up to it, or a repair when there is neither; None at the end."""
         with self._condition:
-            while not self._condition.wait_for(
-                lambda: queue.items or self._closed or queue.may_repair,
+            while not queue.items:
+                if self._closed:
+                    return None
+                if (key := self._repairable(queue)) is not None:
+                    return _Repair(key)
                 # Nobody tells when a breaker closes.
-                _REPAIR_PAUSE_SECONDS if queue.owed else None,
-            ):
-                pass
-            if not queue.items:
-                return None if self._closed else _Repair(next(iter(queue.owed)))
+                self._condition.wait(_REPAIR_PAUSE_SECONDS if queue.owed else None)
             first = queue.items.popleft()
             if isinstance(first, _Removal):
                 for key in first.keys:  # a save before it may have failed since
@@ -332,7 +341,14 @@ class WriteBehind:
                     break
                 batch.append(following)
                 queue.items.popleft()
+            queue.in_call.update(batch)
             return batch
+
+    def _note_late(self, queue: _Queue, keys: Sequence[bytes]) -> None:
+        with self._condition:
+            for save in queue.in_call:
+                if save.segment.header.key in keys:
+                    queue.late[save.segment.header.key] = save
 
     def _repair(self, queue: _Queue, key: bytes) -> None:
         seconds = self._save_deadline_seconds
@@ -355,9 +371,10 @@ class WriteBehind:
                 queue.num_bytes -= save.segment.header.payload_bytes
                 queue.keys.discard(key)
                 save.saved |= saved
-                if key in queue.removed:
-                    # A call that was abandoned may have ended after the removal.
-                    queue.removed.discard(key)
+                queue.in_call.discard(save)
+                if queue.late.get(key) is save:
+                    # Its call was abandoned, and may have saved what was removed meanwhile.
+                    del queue.late[key]
                     if not self._closed:
                         self._append_removal(queue, [key], _ignore_count)
                 elif not saved:
