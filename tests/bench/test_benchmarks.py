@@ -204,3 +204,15 @@ def test_tiers_give_the_same_answers_from_everywhere(tmp_path: Path) -> None:
     assert [row["tier"] for row in rows] == ["memory", "file"]
     assert all(row["loaded_tokens"] >= 256 or row["outcomes"] != "loaded" for row in rows)
     assert "time between tokens" in done.stdout
+
+
+def test_speculation_gives_the_answers_of_a_run_without(tmp_path: Path) -> None:
+    document, _ = run_script(
+        "speculation.py",
+        tmp_path / "result.json",
+        *("5m", "--tokens", "24", "--prompt-tokens", "40", "--repetitions", "1", "--error-rates", "0", "1"),
+    )
+    rows = {row["error_rate"]: row for row in document["results"]["scripted"]}
+    assert rows[0.0]["tokens_per_step"] > 4
+    assert rows[1.0]["tokens_per_step"] == 1
+    assert document["results"]["copy"][0]["tokens_per_step"] > 3

@@ -84,12 +84,13 @@ def publish_at_schedule_time(patch: pytest.MonkeyPatch) -> None:
     """Units and exports become visible when the step is planned, not when it has run."""
     append = Scheduler._append_chunk
 
-    def append_and_publish(self: Scheduler, plan: Any, request: Request, end: int, *rest: Any) -> None:
-        append(self, plan, request, end, *rest)
+    def append_and_publish(self: Scheduler, plan: Any, request: Request, end: int, *rest: Any) -> int:
+        num_rows = append(self, plan, request, end, *rest)
         lease = request.lease
         assert lease is not None
         exports = list(lease.exports)
         self.cache.publish(lease, end, exports, None, self._now)
+        return num_rows
 
     patch.setattr(Scheduler, "_append_chunk", append_and_publish)
 

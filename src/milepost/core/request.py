@@ -83,6 +83,7 @@ class DraftRecord:
         num_drafts: steps with drafts.
         num_draft_tokens: drafts that were verified.
         num_accepted_tokens: of these, accepted.
+        num_tested_tokens: of these, those whose fate was seen: accepted ones, and the first behind them.
         acceptance: running estimate of the chance that a draft is accepted, if those before it were.
         num_idle_steps: decode steps since the last one with drafts, while drafting does not pay.
     """
@@ -90,6 +91,7 @@ class DraftRecord:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_tested_tokens: int = 0
     acceptance: float = 0.0
     num_idle_steps: int = 0
 

@@ -11,8 +11,10 @@ from milepost.core.request import DraftRecord
 
 FIRST_ACCEPTANCE = 0.6
 """What a drafter that was not seen yet is trusted with."""
-LEARNING_RATE = 0.1
-"""Weight of one more tested draft in a request's running acceptance."""
+TRUST_DRAFTS = 1.5
+"""Tested drafts that outweigh this trust."""
+LEARNING_RATE = 0.05
+"""Least weight of one more tested draft in a request's running acceptance."""
 FORGETTING = 0.98
 """Weight that measured steps lose with every further one."""
 FIXED_ROWS = 8.0
@@ -89,7 +91,12 @@ class FixedLength:
         return max_drafts
 
     def learn(self, record: DraftRecord, num_drafts: int, num_accepted: int) -> None:
-        record.acceptance = learned(record.acceptance, num_drafts, num_accepted)
+        """Every accepted draft counts as one, the first that was not as zero; those behind it were not
+        tested."""
+        for _ in range(num_accepted):
+            _learn(record, 1.0)
+        if num_accepted < num_drafts:
+            _learn(record, 0.0)
 
     def note_step(self, num_rows: int, seconds: float) -> None:
         """What a row costs does not matter."""
@@ -116,11 +123,7 @@ class DraftLengths(FixedLength):
         return length
 
 
-def learned(acceptance: float, num_drafts: int, num_accepted: int) -> float:
-    """Running acceptance after a step: every accepted draft counts as one, and the first that was not as
-    zero; drafts behind that were not tested."""
-    for _ in range(num_accepted):
-        acceptance += LEARNING_RATE * (1.0 - acceptance)
-    if num_accepted < num_drafts:
-        acceptance -= LEARNING_RATE * acceptance
-    return acceptance
+def _learn(record: DraftRecord, outcome: float) -> None:
+    record.num_tested_tokens += 1
+    rate = max(LEARNING_RATE, 1.0 / (TRUST_DRAFTS + record.num_tested_tokens))
+    record.acceptance += rate * (outcome - record.acceptance)
