@@ -174,4 +174,15 @@ def test_the_newer_name_of_reasoning_in_the_history(thinker: Running) -> None:
     assert cached("reasoning") == cached("reasoning_content") > cached("ignored")
 
 
+def test_reasoning_effort_reaches_the_template(thinker: Running) -> None:
+    def count(**extra: Any) -> int:
+        body = {"messages": [user("a question")], "max_tokens": 1, **extra}
+        return thinker.post("/v1/chat/completions", body).json()["usage"]["prompt_tokens"]
+
+    # This template writes an empty thought where thinking is off.
+    assert count(reasoning_effort="none") > count(reasoning_effort="low") == count()
+    thinks = {"chat_template_kwargs": {"enable_thinking": True}}
+    assert count(reasoning_effort="none", **thinks) == count()
+
+
 CALLED = {"id": "call_1", "type": "function", "function": {"name": "find", "arguments": "{}"}}

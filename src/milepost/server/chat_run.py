@@ -73,7 +73,7 @@ def render(model: ServingModel, body: ChatBody, given: Conversation) -> Question
         given.messages,
         tools,
         add_generation_prompt=body.add_generation_prompt is not False,
-        variables=body.chat_template_kwargs,
+        variables=body.template_variables(),
         find_boundaries=model.cache.enable_prefix_caching and body.cache_prompt is not False,
         markers=found.markers,
         max_model_len=model.max_model_len,
