@@ -186,6 +186,13 @@ GenerationConfig = Annotated[
 LogFormat = Annotated[
     str, typer.Option("--log-format", help="text, or json = one object per line, start-up included.")
 ]
+OtlpTraces = Annotated[
+    str | None,
+    typer.Option(
+        "--otlp-traces-endpoint",
+        help="Send a span per request there, like http://localhost:4318/v1/traces (extra otel).",
+    ),
+]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(

@@ -140,6 +140,7 @@ class Answer:
             reuse=self.reuse,
             time_to_first_token=None if first is None else first - self.submitted_at,
             seconds=now - self.submitted_at,
+            trace_parent=self.request.trace_parent,
         )
 
 

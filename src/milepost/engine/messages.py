@@ -54,6 +54,7 @@ class GenerationRequest:
         label: how log lines call the request.
         prompt_logprobs: None = none; k = log-probabilities of its prompt tokens, with the k best.
         owner: who competes for a fair share; requests with the same one wait for each other.
+        trace_parent: the caller's W3C trace context; "" = none.
         is_counted: False = in no metric and no log (the warm-up).
     """
 
@@ -75,6 +76,7 @@ class GenerationRequest:
     label: str = ""
     prompt_logprobs: int | None = None
     owner: str = ""
+    trace_parent: str = ""
     is_counted: bool = True
 
 
@@ -247,6 +249,7 @@ class FinishedRequest:
     reuse: ReuseExplanation | None
     time_to_first_token: float | None
     seconds: float
+    trace_parent: str = ""
 
     def log_fields(self) -> dict[str, Any]:
         """Counts and reasons only; never text."""
