@@ -31,7 +31,7 @@ RetentionInterval = Annotated[
     int | None,
     typer.Option(
         "--prefix-cache-retention-interval",
-        help="Tokens between checkpoints along a prompt; 0 = semantic ones only. Default: from the model.",
+        help="Tokens between checkpoints along a prompt, in free memory; 0 = none of them. Default: 64.",
     ),
 ]
 DecodeInterval = Annotated[
