@@ -174,6 +174,16 @@ def test_the_newer_name_of_reasoning_in_the_history(thinker: Running) -> None:
     assert cached("reasoning") == cached("reasoning_content") > cached("ignored")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_call_if_that_is_all_the_caller_takes(thinker: Running, stream: bool) -> None:
+    options: dict[str, Any] = {"messages": [says(thinker, f"{CALL}\n{CALL}")], "tools": [FIND], **GREEDY}
+    answer = thinker.client().chat.completions.create(parallel_tool_calls=False, stream=stream, **options)
+    if stream:
+        assert len(joined(list(answer))["tool_calls"]) == 1
+    else:
+        assert len(answer.choices[0].message.tool_calls) == 1
+
+
 def test_reasoning_effort_reaches_the_template(thinker: Running) -> None:
     def count(**extra: Any) -> int:
         body = {"messages": [user("a question")], "max_tokens": 1, **extra}
