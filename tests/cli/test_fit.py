@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,10 @@ from tests.engine.tiny_tokenizer import write_model_directory
 from tests.server.serving import serving_model
 
 from milepost.cli.fit import fit_line, fit_of, interval_text, settings_line
-from milepost.config import CacheConfig
+from milepost.config import CacheConfig, SchedulerConfig
 from milepost.core.chunking import effective_spacing
 from milepost.core.geometry import AttentionGroupSpec, CacheGeometry, RecurrentGroupSpec
+from milepost.core.scheduler import Scheduler
 from milepost.engine.audit import AuditConfig
 from milepost.engine.serving import ServingOptions
 from milepost.server.options import ServerOptions
@@ -68,17 +68,15 @@ def test_the_interval_is_the_one_the_scheduler_uses(alignment: int | None, asked
     sizes = geometry(alignment)
     cache = CacheConfig(64 << 20, 16, checkpoint_interval=asked)
     fit = fit_of(sizes, cache, 1000)
-    grid = math.lcm(16, alignment or 1)
-    default = sizes.default_checkpoint_interval() if asked is None else asked
-    for used, shown in ((40 << 20, fit.checkpoint_interval), (0, fit.roomy_interval)):
-        assert shown == effective_spacing(default, used, 64 << 20, grid)
+    scheduler = Scheduler(sizes, cache, SchedulerConfig())
+    assert fit.checkpoint_interval == scheduler._spacing == effective_spacing(asked, sizes)
     text = interval_text(fit)
     if asked == 0:
         assert text == "off"
     else:
         assert text.startswith(f"{fit.checkpoint_interval} tokens")
-        differs = fit.roomy_interval != fit.checkpoint_interval
-        assert (f"({fit.roomy_interval} while" in text) == differs
+        differs = fit.thinned_interval != fit.checkpoint_interval
+        assert ("(while there is room)" in text) == differs
 
 
 def test_lines_of_start_up(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from milepost.core.chunking import (
     plan_chunk,
     prefill_wanted,
 )
+from milepost.core.geometry import AttentionGroupSpec, CacheGeometry, RecurrentGroupSpec
 
 Wanted = list[tuple[int, str]]
 
@@ -258,13 +259,28 @@ def test_legal_exports() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spacing", "used", "expected"),
-    [(0, 0, 0), (-4, 0, 0), (64, 49, 32), (64, 50, 64), (64, 100, 64), (12, 0, 4), (4, 0, 4), (20, 0, 8)],
-)
-def test_spacing_is_halved_while_under_half_of_the_budget_is_used(
-    spacing: int, used: int, expected: int
+    ("asked", "unit", "alignment", "expected"),
+    [
+        (None, 16, 1, 64), (None, 32, 1, 64), (None, 64, 64, 64), (None, 48, 1, 96), (None, 128, 64, 128),
+        (None, 16, 128, 128), (0, 16, 1, 0), (64, 16, 1, 64), (80, 16, 1, 80), (80, 16, 64, 64),
+        (16, 16, 64, 64), (1024, 16, 64, 1024), (1024, 16, None, 1024), (0, 16, None, 0),
+    ],
+)  # fmt: skip
+def test_spacing_is_what_was_asked_for_or_as_fine_as_exports_are_cheap(
+    asked: int | None, unit: int, alignment: int | None, expected: int
 ) -> None:
-    assert effective_spacing(spacing, used, 100, 4) == expected
+    assert effective_spacing(asked, sized_geometry(unit, alignment)) == expected
+
+
+def test_spacing_where_a_checkpoint_ends_a_pass_or_costs_no_bytes() -> None:
+    """There the model's sizes say how far apart they are."""
+    for geometry in (sized_geometry(16, None), sized_geometry(16, 1, num_recurrent=0)):
+        assert effective_spacing(None, geometry) == geometry.default_checkpoint_interval() >= 512
+
+
+def sized_geometry(unit: int, alignment: int | None, num_recurrent: int = 1) -> CacheGeometry:
+    states = [RecurrentGroupSpec(f"kda {i}", 3_000_000, alignment) for i in range(num_recurrent)]
+    return CacheGeometry(unit, (AttentionGroupSpec("mla", 1024),), tuple(states))
 
 
 def test_a_late_wanted_position_beyond_the_chunk_is_left_for_the_next_one() -> None:

@@ -19,14 +19,16 @@ from milepost.core.reuse import (
     MAX_REMEMBERED,
     NUM_BINS,
     REFRESH_EVENTS,
+    ReuseClass,
     ReuseModel,
+    Wait,
     age_bin,
     keep_index,
     prior_hazards,
 )
 
 RECORD = SegmentRecord(num_saved_tokens=512, freed_bytes=1 << 20, reuse_index=0.01)
-TAIL = (reasons.TAIL, False, 0)
+TAIL: ReuseClass = (reasons.TAIL, False, 0, 12)
 
 
 # ------------------------------------------------------------------ value
@@ -69,13 +71,15 @@ def test_age_bins_cover_everything_in_order() -> None:
 
 def test_the_prior_prefers_what_people_return_to() -> None:
     def worth(reason: str, turns: int, age: float = 30.0) -> float:
-        return ReuseModel().index((reason, False, turns), age, age)
+        return ReuseModel().index((reason, False, turns, 12), age, age)
 
     assert worth(reasons.TAIL, 1) > worth(reasons.TAIL, 0), "a live conversation beats a one-off request"
     assert worth(reasons.MARKER, 0) > worth(reasons.TAIL, 0) > worth(reasons.INTERVAL, 0)
-    assert worth(reasons.JUNCTION, 0) > worth(reasons.TAIL, 0) > worth(reasons.DECODE, 0)
+    assert worth(reasons.JUNCTION, 0) > worth(reasons.TAIL, 0) == worth(reasons.DECODE, 0)
+    passed = ReuseModel().index((reasons.DECODE, True, 0, 12), 30.0, 30.0)
+    assert worth(reasons.DECODE, 0) > passed, "the conversation went on behind it"
     for reason, turns in itertools.product(reasons.CHECKPOINT_REASONS, range(5)):
-        hazards = prior_hazards((reason, False, turns))
+        hazards = prior_hazards((reason, False, turns, 12))
         assert len(hazards) == NUM_BINS and all(0.0 < h <= 0.9 for h in hazards)
 
 
@@ -101,9 +105,7 @@ def test_the_index_is_the_best_ratio_over_all_horizons(hazards: list[float], fir
 
 
 # ------------------------------------------------------------------ learning
-def observe(
-    model: ReuseModel, reuse_class: tuple[str, bool, int], age: float, count: int, used: bool
-) -> None:
+def observe(model: ReuseModel, reuse_class: ReuseClass, age: float, count: int, used: bool) -> None:
     for number in range(count):
         key = f"{reuse_class}{age}{number}{used}".encode()
         model.created(key, reuse_class, 0.0)
@@ -115,7 +117,7 @@ def observe(
 
 def test_what_is_used_soon_is_worth_more_than_what_never_is() -> None:
     model = ReuseModel()
-    often, never = (reasons.TAIL, False, 1), (reasons.MESSAGE, False, 0)
+    often, never = (reasons.TAIL, False, 1, 12), (reasons.MESSAGE, False, 0, 12)
     observe(model, often, 20.0, REFRESH_EVENTS, used=True)
     observe(model, never, 0.0, REFRESH_EVENTS, used=False)
     now = 10_000.0
@@ -135,7 +137,7 @@ def test_a_wait_that_peaks_late_is_kept_until_then() -> None:
 
 def test_classes_do_not_learn_from_each_other() -> None:
     model = ReuseModel()
-    other = (reasons.MARKER, True, 2)
+    other = (reasons.MARKER, True, 2, 12)
     before = model.index(other, 5.0, 0.0)
     observe(model, TAIL, 1.0, REFRESH_EVENTS, used=True)
     assert model.index(other, 5.0, 10.0) == before
@@ -173,19 +175,19 @@ def test_a_longer_prompt_ends_the_wait_of_the_deepest_checkpoint_it_reached() ->
     harness.serve(numbered(13), wanted=[(4, "message")])
     harness.now = 200.0
     harness.serve(numbered(13) + numbered(20, 1))
-    counts = {key[0]: sum(c.used) for key, c in harness.cache.evictor.reuse._counts.items()}
+    counts = {key[0]: sum(c.used) for key, c in harness.cache.evictor.reuse._counts.items() if key[3]}
     assert counts == {"tail": 1.0}, "12 was reached again; 4 still waits for a prompt of its own"
 
 
 def test_every_hit_starts_a_new_wait_of_a_continued_checkpoint() -> None:
     harness = Harness()
     harness.serve(numbered(13))
-    [(key, (since, reuse_class))] = harness.cache.evictor.reuse._waiting.items()
-    assert (since, reuse_class) == (0.0, ("tail", False, 0))
+    [(key, wait)] = harness.cache.evictor.reuse._waiting.items()
+    assert wait == Wait(0.0, ("tail", False, 0, 4))
     harness.now = 50.0
     harness.add(numbered(13) + [1])
     harness.schedule()
-    assert harness.cache.evictor.reuse._waiting[key] == (50.0, ("tail", True, 1))
+    assert harness.cache.evictor.reuse._waiting[key] == Wait(50.0, ("tail", False, 1, 4))
     harness.execute()
 
 

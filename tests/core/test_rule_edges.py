@@ -10,6 +10,7 @@ from tests.core.test_groups_and_coordinator import make_groups, make_path
 from milepost.core import reasons
 from milepost.core.chunking import effective_spacing, marked_units, settled_position
 from milepost.core.coordinator import joint_hit
+from milepost.core.geometry import AttentionGroupSpec, CacheGeometry, RecurrentGroupSpec
 from milepost.core.retention import SegmentRecord, segment_value
 
 
@@ -51,9 +52,9 @@ def test_value_is_per_byte_for_any_number_of_bytes(freed_bytes: int) -> None:
 
 
 def test_any_spacing_above_zero_keeps_intervals() -> None:
-    """On the grid, never finer than it, and half of the default (rounded down) while there is room."""
-    for default, grid in itertools.product(range(-2, 20), (1, 2, 4, 6)):
-        for used, share in ((49, 2), (50, 1)):
-            multiples = [p for p in range(grid, 20, grid) if p * share <= default]
-            expected = max([grid, *multiples]) if default > 0 else 0
-            assert effective_spacing(default, used, 100, grid) == expected
+    """On the grid, never finer than it, and not above what was asked for."""
+    for asked, grid in itertools.product(range(-2, 20), (1, 2, 4, 6)):
+        states = (RecurrentGroupSpec("kda", 100, grid),)
+        geometry = CacheGeometry(1, (AttentionGroupSpec("mla", 1),), states)
+        expected = max([grid, *(p for p in range(grid, 20, grid) if p <= asked)]) if asked > 0 else 0
+        assert effective_spacing(asked, geometry) == expected

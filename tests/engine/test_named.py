@@ -559,9 +559,14 @@ def test_while_a_prompt_is_being_removed_nobody_loads_it(model: LoadedModel, tok
             time.sleep(0.001)
         assert there.ask(words(1, 200), 1).reuse.num_cached_tokens == 0
         assert caller.load(words(1, 300)).note.num_tokens == 0
+        there.settle()
         store.gates["remove"].set()
         thread.join(20)
-        assert results
+        assert results and results[0].num_segments
+        there.engine.fresh_stats().result(10)
+        there.settle()
+        assert there.engine.reset_prefix_cache().result(10)
+        assert there.ask(words(1, 200), 1).load.num_tokens == 192, "what was computed meanwhile is saved"
         there.engine.fresh_stats().result(10)  # behind all that was asked for before
         assert not there.engine.tiering._forgetting  # type: ignore[union-attr]
 

@@ -301,3 +301,19 @@ def test_a_failed_audit_takes_the_path_out_of_the_store(
         assert first.tiers.flush(10)
     with replica(model, tokenizer, file_store(tmp_path)) as second:
         assert second.ask(words(1, 200), 1).reuse.num_cached_tokens == 0
+
+
+def test_a_store_gets_a_guess_only_where_its_bytes_stand_for_as_many_pages(
+    model: LoadedModel, tokenizer: Tokenizer
+) -> None:
+    """A prompt of 2,100 tokens leaves a checkpoint every 64 in memory, but not in the store."""
+    coarse = model.geometry(UNIT).default_checkpoint_interval()
+    with replica(model, tokenizer, memory_store()) as served:
+        served.ask(words(1, 2100), 1)
+        served.settle()
+        tiering = served.engine.tiering
+        assert tiering is not None
+        guesses = [n for n in served.scheduler.cache.tree.state_nodes.values() if n.reason == "interval"]
+        stored = [n.depth * UNIT for n in guesses if tiering._is_stored(n.key)]
+        assert len(guesses) > 20 and coarse >= 512
+        assert stored == list(range(coarse, 2100, coarse))

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import openai
 from prometheus_client.parser import text_string_to_metric_families
+from tests.engine import kimi_tokenizers
 from tests.engine.byte_worker import ByteWorker, small_geometry
 from tests.engine.tiny_tokenizer import KIMI_TEMPLATE, write_model_directory
 
@@ -123,11 +124,18 @@ def running_server(
     *,
     cache_bytes: int = 32 << 20,
     template: str | None = KIMI_TEMPLATE,
+    family: str | None = None,
     server_options: ServerOptions | None = None,
     **options,
 ) -> Iterator[Running]:
-    """Serves from a thread of this process until the block ends."""
-    write_model_directory(directory, template=template)
+    """Serves from a thread of this process until the block ends.
+
+    `family`: a Kimi family with its built-in template, instead of `template`.
+    """
+    if family is None:
+        write_model_directory(directory, template=template)
+    else:
+        kimi_tokenizers.write_directory(directory, family)
     model, worker, scheduler = serving_model(directory, cache_bytes=cache_bytes, **options)
     listening = threading.Event()
     address: list[str] = []

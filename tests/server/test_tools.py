@@ -174,4 +174,25 @@ def test_the_newer_name_of_reasoning_in_the_history(thinker: Running) -> None:
     assert cached("reasoning") == cached("reasoning_content") > cached("ignored")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_call_if_that_is_all_the_caller_takes(thinker: Running, stream: bool) -> None:
+    options: dict[str, Any] = {"messages": [says(thinker, f"{CALL}\n{CALL}")], "tools": [FIND], **GREEDY}
+    answer = thinker.client().chat.completions.create(parallel_tool_calls=False, stream=stream, **options)
+    if stream:
+        assert len(joined(list(answer))["tool_calls"]) == 1
+    else:
+        assert len(answer.choices[0].message.tool_calls) == 1
+
+
+def test_reasoning_effort_reaches_the_template(thinker: Running) -> None:
+    def count(**extra: Any) -> int:
+        body = {"messages": [user("a question")], "max_tokens": 1, **extra}
+        return thinker.post("/v1/chat/completions", body).json()["usage"]["prompt_tokens"]
+
+    # This template writes an empty thought where thinking is off.
+    assert count(reasoning_effort="none") > count(reasoning_effort="low") == count()
+    thinks = {"chat_template_kwargs": {"enable_thinking": True}}
+    assert count(reasoning_effort="none", **thinks) == count()
+
+
 CALLED = {"id": "call_1", "type": "function", "function": {"name": "find", "arguments": "{}"}}

@@ -210,10 +210,11 @@ def state_written_in_place(patch: pytest.MonkeyPatch) -> None:
 def slot_left_behind(patch: pytest.MonkeyPatch) -> None:
     """The slot the verified chunk started from is not given back."""
 
-    def forget(self: PrefixCache, lease: Lease) -> None:
-        lease.previous = None
+    def forget(self: Lease) -> list[list[int]]:
+        self.previous = None
+        return []
 
-    patch.setattr(PrefixCache, "_give_back_previous", forget)
+    patch.setattr(Lease, "take_previous", forget)
 
 
 def drafts_accepted_unseen(patch: pytest.MonkeyPatch) -> None:

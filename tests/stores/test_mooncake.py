@@ -31,19 +31,23 @@ def own_network() -> list[str]:
     return []
 
 
+DEATHS = "death or dies or hanging or without_a_master"
+
+
 @pytest.mark.parametrize(
-    ("kind", "module"),
+    ("kind", "module", "chosen"),
     [
-        ("mooncake", "test_contract.py"),
-        ("mooncake-ssd", "test_contract.py"),
-        ("mooncake", "mooncake_cases.py"),
+        ("mooncake", "test_contract.py", ""),
+        ("mooncake-ssd", "test_contract.py", ""),
+        ("mooncake", "mooncake_cases.py", DEATHS),
+        ("mooncake", "mooncake_cases.py", f"not ({DEATHS})"),
     ],
 )
-def test_with_a_real_pool(kind: str, module: str, tmp_path: Path) -> None:
+def test_with_a_real_pool(kind: str, module: str, chosen: str, tmp_path: Path) -> None:
     pytest.importorskip("mooncake", reason="the mooncake extra is not installed")
     command = [
         *own_network(), sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
-        "--basetemp", str(tmp_path / "inner"), str(HERE / module),
+        "--basetemp", str(tmp_path / "inner"), "-k", chosen, str(HERE / module),
     ]  # fmt: skip
     environment = {
         **os.environ,

@@ -28,7 +28,7 @@ app.add_typer(cache_app)
 EXTRAS = {
     "torch": "cpu", "safetensors": "cpu", "numpy": "cpu", "tokenizers": "cpu",
     "fastapi": "server", "uvicorn": "server", "jinja2": "server", "prometheus_client": "server",
-    "yaml": "server",
+    "yaml": "server", "opentelemetry": "otel",
 }  # fmt: skip
 """Package -> the extra of `pip install milepost[...]` that brings it."""
 
@@ -121,6 +121,7 @@ def serve(
     chat_template: opt.ChatTemplateFile = None,
     generation_config: opt.GenerationConfig = "auto",
     log_format: opt.LogFormat = "text",
+    otlp_traces_endpoint: opt.OtlpTraces = None,
     config: opt.ConfigFile = None,
 ) -> None:
     """Serve a model over the OpenAI API."""
@@ -164,6 +165,7 @@ def serve(
         api_key_file=api_key_file,
         admin_api_keys=admin_api_key or [],
         share_prefix_across_keys=share_prefix_across_keys,
+        otlp_traces_endpoint=otlp_traces_endpoint,
     )
     serve_model(model, options, server_options, host, port, log_format)
 

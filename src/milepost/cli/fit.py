@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,9 +21,9 @@ class Fit:
     """Attributes:
     longest_request: tokens, prompt and output.
     num_longest_requests: that many of them run at the same time.
-    checkpoint_interval: effective tokens between `interval` checkpoints; 0 = off.
-    roomy_interval: the same while under half of the budget is used.
-    cached_tokens: tokens of prefixes the budget keeps, with a checkpoint every interval.
+    checkpoint_interval: effective tokens between `interval` checkpoints while there is room; 0 = off.
+    thinned_interval: tokens between checkpoints in a full cache, by which the next two are counted.
+    cached_tokens: tokens of prefixes the budget keeps.
     num_checkpoints: checkpoints among them.
     smallest_hit_prompt: tokens; None if prefix caching is off.
     """
@@ -32,7 +31,7 @@ class Fit:
     longest_request: int
     num_longest_requests: int
     checkpoint_interval: int
-    roomy_interval: int
+    thinned_interval: int
     cached_tokens: int
     num_checkpoints: int
     smallest_hit_prompt: int | None
@@ -40,19 +39,16 @@ class Fit:
 
 def fit_of(geometry: CacheGeometry, cache: CacheConfig, max_model_len: int) -> Fit:
     """See `Fit`; `max_model_len` already fits the budget."""
-    wanted = cache.checkpoint_interval
-    if wanted is None:
-        wanted = geometry.default_checkpoint_interval()
-    grid = math.lcm(geometry.match_unit, geometry.checkpoint_alignment or 1)
-    interval = effective_spacing(wanted, cache.cache_bytes, cache.cache_bytes, grid)
-    spacing = interval or max_model_len
+    interval = effective_spacing(cache.checkpoint_interval, geometry)
+    is_default = cache.checkpoint_interval is None
+    spacing = geometry.default_checkpoint_interval() if is_default else interval or max_model_len
     segment_bytes = spacing // geometry.match_unit * geometry.unit_bytes + geometry.checkpoint_bytes
     num_segments = cache.cache_bytes // max(1, segment_bytes)
     return Fit(
         longest_request=max_model_len,
         num_longest_requests=cache.cache_bytes // geometry.request_bytes(max_model_len),
         checkpoint_interval=interval,
-        roomy_interval=effective_spacing(wanted, 0, cache.cache_bytes, grid),
+        thinned_interval=spacing,
         cached_tokens=num_segments * spacing,
         num_checkpoints=num_segments,
         smallest_hit_prompt=geometry.match_unit + 1 if cache.enable_prefix_caching else None,
@@ -87,8 +83,8 @@ def interval_text(fit: Fit) -> str:
     if not fit.checkpoint_interval:
         return "off"
     text = f"{fit.checkpoint_interval} tokens"
-    if fit.roomy_interval != fit.checkpoint_interval:
-        text += f" ({fit.roomy_interval} while under half of the budget is used)"
+    if fit.thinned_interval != fit.checkpoint_interval:
+        text += " (while there is room)"
     return text
 
 

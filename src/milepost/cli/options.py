@@ -31,7 +31,7 @@ RetentionInterval = Annotated[
     int | None,
     typer.Option(
         "--prefix-cache-retention-interval",
-        help="Tokens between checkpoints along a prompt; 0 = semantic ones only. Default: from the model.",
+        help="Tokens between checkpoints along a prompt, in free memory; 0 = none of them. Default: 64.",
     ),
 ]
 DecodeInterval = Annotated[
@@ -193,6 +193,13 @@ GenerationConfig = Annotated[
 ]
 LogFormat = Annotated[
     str, typer.Option("--log-format", help="text, or json = one object per line, start-up included.")
+]
+OtlpTraces = Annotated[
+    str | None,
+    typer.Option(
+        "--otlp-traces-endpoint",
+        help="Send a span per request there, like http://localhost:4318/v1/traces (extra otel).",
+    ),
 ]
 ConfigFile = Annotated[
     Path | None,

@@ -15,7 +15,12 @@ from milepost.core.checkpoints import (
     get_mamba_prefill_checkpoint_position,
     is_mamba_prefill_checkpoint_valid,
 )
-from milepost.core.units import floor_div, floor_to, is_multiple
+from milepost.core.geometry import CacheGeometry
+from milepost.core.units import ceil_to, floor_div, floor_to, is_multiple
+
+FINEST_INTERVAL_TOKENS = 64
+"""Default spacing of `interval` checkpoints where kernels can export: so many tokens of prefill take 3 %
+longer with one export (`bench/checkpoints.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +191,19 @@ def _keep_more_important(exports: dict[int, str], position: int, reason: str) ->
         exports[position] = reason
 
 
-def effective_spacing(default_spacing: int, used_bytes: int, budget_bytes: int, grid: int) -> int:
-    """Spacing of `interval` checkpoints, a multiple of `grid` (boundaries where kernels can export):
-    halved while under half of the budget is used."""
-    if default_spacing <= 0:
-        return 0
-    spacing = default_spacing if 2 * used_bytes >= budget_bytes else default_spacing >> 1
-    return max(grid, floor_to(spacing, grid))
+def effective_spacing(asked: int | None, geometry: CacheGeometry) -> int:
+    """Spacing of `interval` checkpoints, a multiple of the boundaries where kernels can export; 0 = none.
+
+    Where an export is nearly free, retention alone decides how many stay: `reserve` keeps those that are
+    worth more than what they would push out. Where every checkpoint ends a pass, or costs no bytes that
+    retention could weigh, they are as far apart as `CacheGeometry.default_checkpoint_interval` says.
+
+    Args:
+        asked: what the operator set; None = the default.
+    """
+    alignment = geometry.checkpoint_alignment
+    grid = math.lcm(geometry.match_unit, alignment or 1)
+    if asked is None and alignment is not None and geometry.recurrent:
+        return ceil_to(FINEST_INTERVAL_TOKENS, grid)
+    spacing = geometry.default_checkpoint_interval() if asked is None else asked
+    return max(grid, floor_to(spacing, grid)) if spacing > 0 else 0

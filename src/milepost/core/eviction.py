@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+from collections.abc import Mapping
+from heapq import heappop, heappush, heapreplace
 
 from milepost.core import reasons
 from milepost.core.geometry import CacheGeometry
+from milepost.core.lease import Lease
 from milepost.core.losses import LostCheckpoints
 from milepost.core.memory import Memory
 from milepost.core.metrics import CacheCounters
-from milepost.core.retention import SegmentRecord, eviction_rank
-from milepost.core.reuse import MAX_TURN_CLASS, ReuseClass, ReuseModel
+from milepost.core.retention import Rank, SegmentRecord, eviction_rank
+from milepost.core.reuse import ReuseClass, ReuseModel, class_of
 from milepost.core.tree import Node, PrefixTree
 from milepost.core.units import floor_div
 
 
-def reuse_class(node: Node, *, is_continued: bool | None = None) -> ReuseClass:
-    """Class of a checkpoint for the reuse model; `is_continued` if that is known before it shows."""
-    has_deeper = bool(node.children) if is_continued is None else is_continued
-    return (node.reason, has_deeper, min(node.num_hits, MAX_TURN_CLASS))
+def is_guess(node: Node) -> bool:
+    """Whether this is an `interval` checkpoint that was never hit."""
+    return node.reason == reasons.INTERVAL and not node.num_hits
 
 
 RANKING_LIFE_DIVISOR = 8
@@ -41,13 +42,14 @@ class Evictor:
         self.counters = counters
         self.reuse = ReuseModel()
         self.losses = LostCheckpoints()
-        self._heap: list[tuple[tuple[bool, float], int, Node, float]] = []
+        self._heap: list[tuple[Rank, int, Node, float]] = []
         self._changed: dict[bytes, Node] = {}
         self._num_ranked = 0
         self._life = 0
 
-    def evict_one(self, now: float) -> bool:
-        """Free at least one record; False if everything left is in use. Amortised O(log n)."""
+    def evict_one(self, now: float, below: Rank | None = None) -> bool:
+        """Free at least one record; False if everything left is in use or, if `below` is given, worth at
+        least that much. Amortised O(log n)."""
         for node in self.tree.stranded.values():
             if not node.pins:
                 self._drop_tail(node, "stranded", reasons.INTERVAL)
@@ -56,18 +58,91 @@ class Evictor:
         is_fresh = False
         while True:
             while self._heap and self._life > 0:
-                _, _, node, last_used = heappop(self._heap)
-                if node.states is None or node.pins or node.last_used != last_used:
+                rank, _, node, last_used = self._heap[0]
+                if not self._is_up_to_date(node, last_used):
+                    heappop(self._heap)
                     continue
-                if self.tree.index.get(node.key) is not node:
+                worth = eviction_rank(self._record(node, now))
+                if worth > rank:
+                    # The checkpoint below it is gone since it was ranked: it saves more now.
+                    self._num_ranked += 1
+                    heapreplace(self._heap, (worth, self._num_ranked, node, last_used))
                     continue
-                self._life -= 1
+                self._life -= worth[0] > 0  # the order of guesses matters little, and they are many
+                if below is not None and worth >= below:
+                    return False
+                heappop(self._heap)
                 self._evict(node)
                 return True
             if is_fresh:
                 return False
             self._rank_all(now)
             is_fresh = True
+
+    def _is_up_to_date(self, node: Node, last_used: float) -> bool:
+        """Whether a ranked node can still be given up, and was not used since."""
+        if node.states is None or node.pins or node.last_used != last_used:
+            return False
+        return self.tree.index.get(node.key) is node
+
+    def export_worth(
+        self, lease: Lease, made: Mapping[int, tuple[list[int], str]], position: int, reason: str, now: float
+    ) -> Rank:
+        """What the checkpoint that `lease` is about to make at `position` will be worth, to compare with
+        those that exist.
+
+        Args:
+            made: position -> (slots, reason) of others that the same chunk makes.
+        """
+        guesses = reason == reasons.INTERVAL
+        below = max(
+            (p for p, (_, other) in made.items() if p < position and (guesses or other != reasons.INTERVAL)),
+            default=0,
+        )
+        unit = self.geometry.match_unit
+        tip = lease.tip
+        if not below:
+            below = unit * (tip.depth if tip.states is not None else self.depth_below(tip, guesses=guesses))
+        is_marked = reason == reasons.MARKER or floor_div(position, unit) in lease.marked_units
+        reuse_class = class_of(reason, position, 0 if guesses else lease.lineage, is_passed=False)
+        record = SegmentRecord(
+            num_saved_tokens=position - below,
+            freed_bytes=self._checkpoint_bytes,
+            is_pinned=is_marked and lease.pin_seconds > 0,
+            is_guess=guesses,
+            priority=lease.retention_priority,
+            reuse_index=self.reuse.index(reuse_class, 0.0, now),
+        )
+        return eviction_rank(record)
+
+    def pass_by(self, node: Node | None) -> None:
+        """A deeper checkpoint was made on the path through `node`."""
+        if node is not None and node.states is not None and not node.is_passed:
+            node.is_passed = True
+            self.reuse.reclassify(node.key, self.reuse_class(node))
+            self.reconsider(node)
+
+    def reuse_class(self, node: Node) -> ReuseClass:
+        """Class of a checkpoint for the reuse model."""
+        position = node.depth * self.geometry.match_unit
+        return class_of(node.reason, position, node.num_hits, is_passed=node.is_passed)
+
+    def await_use(self, node: Node, now: float) -> None:
+        """A checkpoint was made or used: it begins to wait for its next use, unless it is a mere guess."""
+        if not is_guess(node):
+            self.reuse.created(node.key, self.reuse_class(node), now, node.conversation)
+
+    def _saved_tokens(self, node: Node) -> int:
+        return (node.depth - self.depth_below(node, guesses=is_guess(node))) * self.geometry.match_unit
+
+    def depth_below(self, node: Node, *, guesses: bool) -> int:
+        """Depth (units) of the checkpoint a prompt falls back to without the one at `node`; 0 = none.
+        Guesses count only with `guesses`, beside their like: where memory is short they are gone, and the
+        others are worth what they save without them."""
+        for ancestor in self.tree.ancestors(node):
+            if ancestor.states is not None and (guesses or not is_guess(ancestor)):
+                return ancestor.depth
+        return 0
 
     def reconsider(self, node: Node) -> None:
         """A checkpoint was made, used or let go: it is ranked before the next eviction."""
@@ -146,21 +221,21 @@ class Evictor:
                 heappush(self._heap, (rank, self._num_ranked, node, node.last_used))
         self._changed = {}
 
-    def rank(self, node: Node, now: float) -> tuple[bool, float]:
+    def rank(self, node: Node, now: float) -> Rank:
         """Sort key of a checkpoint: the smallest goes first. Changes nothing."""
         return eviction_rank(self._record(node, now))
 
     def _record(self, node: Node, now: float) -> SegmentRecord:
-        below = self.tree.position_below(node)
         freed = self._checkpoint_bytes
         if not node.children:
             freed += self._tail_units(node) * self._unit_bytes
         return SegmentRecord(
-            num_saved_tokens=(node.depth - below) * self.geometry.match_unit,
+            num_saved_tokens=self._saved_tokens(node),
             freed_bytes=freed,
             is_pinned=node.pinned_until > now,
             priority=node.retention_priority,
-            reuse_index=self.reuse.index(reuse_class(node), now - node.last_used, now),
+            is_guess=is_guess(node),
+            reuse_index=self.reuse.index(self.reuse_class(node), now - node.last_used, now),
         )
 
     def _tail_units(self, node: Node) -> int:

@@ -27,12 +27,14 @@ class Lease:
         hit_reason: why the checkpoint existed that this lease started from; "" without one.
         conversation: (domain root, name) of the conversation the caller named.
         lineage: turns of the conversation this request continues; its checkpoints inherit it.
+        newest: last checkpoint of this request's path that it started from or made itself, `interval`
+            ones aside.
         marked_units: depths where the caller asked for a checkpoint; those are kept `pin_seconds` long.
     """
 
     __slots__ = (
         "chain", "conversation", "decode_nodes", "exports", "hit_reason", "is_caching", "lineage",
-        "marked_units", "num_hit_units", "page_tables", "pin_seconds", "previous", "replaced",
+        "marked_units", "newest", "num_hit_units", "page_tables", "pin_seconds", "previous", "replaced",
         "retention_priority", "running", "tip",
     )  # fmt: skip
 
@@ -50,9 +52,16 @@ class Lease:
         self.conversation: tuple[bytes, str] | None = None
         self.hit_reason = ""
         self.lineage = 0
+        self.newest: Node | None = None
         self.marked_units: frozenset[int] = frozenset()
         self.retention_priority = 0
         self.pin_seconds = 0.0
+
+    def take_previous(self) -> list[list[int]]:
+        """`previous`, if there is one, to be given back; the lease forgets it."""
+        taken = [] if self.previous is None else [self.previous]
+        self.previous = None
+        return taken
 
     @property
     def num_units(self) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from milepost.config import CacheConfig
 from milepost.core import reasons
 from milepost.core.coordinator import JointHit, joint_hit
-from milepost.core.eviction import Evictor, reuse_class
+from milepost.core.eviction import Evictor
 from milepost.core.geometry import CacheGeometry
 from milepost.core.groups.attention import AttentionGroup
 from milepost.core.groups.recurrent import RecurrentGroup
@@ -26,12 +26,10 @@ from milepost.core.losses import Loss
 from milepost.core.memory import Memory
 from milepost.core.metrics import CacheCounters
 from milepost.core.plan import ZERO_STATE
-from milepost.core.reuse import KnownConversations
+from milepost.core.retention import Rank, export_order
+from milepost.core.reuse import CONTINUATION_REASONS, KnownConversations
 from milepost.core.tree import NO_RECORD, Node, PrefixTree
 from milepost.core.units import ceil_div, floor_div, is_multiple
-
-CONTINUATION_REASONS = frozenset({reasons.TAIL, reasons.END, reasons.HISTORY, reasons.DECODE, reasons.FINISH})
-"""A hit on one of these continues a conversation; a hit on another merely shares a beginning."""
 
 
 @dataclass(slots=True)
@@ -151,20 +149,21 @@ class PrefixCache:
         reuse = self.evictor.reuse
         for key in reversed(lease.chain.keys[: match.limit_units]):
             if reuse.is_waiting(key):
-                reuse.used(key, now)
+                wait = reuse.used(key, now)
+                lease.lineage = wait.turns_for(lease.conversation) if wait is not None else 0
                 break
         for units in lease.marked_units:
             if units <= match.units:
                 self._pin(match.path[units - 1], lease, now)
         if lease.conversation is not None and self.conversations.note(lease.conversation):
-            lease.lineage = 1
+            lease.lineage = max(lease.lineage, 1)
         if tip.is_root:
             return
         tip.last_used = now
         tip.num_hits += 1
+        lease.newest = tip if tip.states is not None else None
         if tip.states is not None:
-            reuse.created(tip.key, reuse_class(tip, is_continued=True), now)
-        # What another conversation left here says nothing about this one: a side request starts anew.
+            self.evictor.await_use(tip, now)
         if lease.hit_reason in CONTINUATION_REASONS and tip.conversation in (None, lease.conversation):
             lease.lineage = max(lease.lineage, tip.num_hits)
 
@@ -187,7 +186,8 @@ class PrefixCache:
         """Records for computing up to `end` and for `exports` = (position, reason).
 
         Pages and the running state are all or nothing (None = no room, nothing taken). Exports are
-        served in order of importance; one that finds no room is listed in `refused`.
+        served in order of importance. Those that this request is taken up from make room like pages do,
+        the others push out only what is worth less; one that finds no room is listed in `refused`.
         """
         taken = Reservation([[] for _ in self.attention], None, {}, [], [], list(self.initial_slots(lease)))
         missing = ceil_div(end, self.match_unit) - lease.num_units
@@ -204,9 +204,11 @@ class PrefixCache:
         if lease.running is None and not self._reserve_running(lease, taken, now):
             self.rollback(lease, taken)
             return None
-        for position, reason in sorted(exports, key=lambda e: (reasons.IMPORTANCE[e[1]], -e[0])):
-            may_evict = reason != reasons.INTERVAL
-            slots = self._acquire_slots(taken, now, may_evict=may_evict)
+        for position, reason in sorted(exports, key=lambda e: export_order(*e)):
+            worth = None
+            if reason not in reasons.REQUIRED and self.memory.free_bytes < self.checkpoint_bytes:
+                worth = self.evictor.export_worth(lease, taken.exports, position, reason, now)
+            slots = self._acquire_slots(taken, now, may_evict=True, below=worth)
             if slots is None:
                 taken.refused.append((position, reason))
             else:
@@ -262,11 +264,13 @@ class PrefixCache:
         self.evictor.give_up_state(tip)
         return True
 
-    def _acquire_slots(self, taken: Reservation, now: float, *, may_evict: bool) -> list[int] | None:
+    def _acquire_slots(
+        self, taken: Reservation, now: float, *, may_evict: bool, below: Rank | None = None
+    ) -> list[int] | None:
         mark = len(taken.records)
         slots: list[int] = []
         for pool in self._state_pools:
-            slot = self._acquire(pool, now, taken, may_evict=may_evict)
+            slot = self._acquire(pool, now, taken, may_evict=may_evict, below=below)
             if slot is None:
                 for _ in range(len(taken.records) - mark):
                     self.memory.release(*taken.records.pop())
@@ -274,9 +278,11 @@ class PrefixCache:
             slots.append(slot)
         return slots
 
-    def _acquire(self, pool: int, now: float, taken: Reservation, *, may_evict: bool = True) -> int | None:
+    def _acquire(
+        self, pool: int, now: float, taken: Reservation, *, may_evict: bool = True, below: Rank | None = None
+    ) -> int | None:
         record_id = self.memory.acquire(pool)
-        while record_id is None and may_evict and self.evictor.evict_one(now):
+        while record_id is None and may_evict and self.evictor.evict_one(now, below):
             record_id = self.memory.acquire(pool)
         if record_id is not None:
             taken.records.append((pool, record_id))
@@ -310,12 +316,8 @@ class PrefixCache:
                 self._refuse(lease, position, reasons.REFUSED_NOT_WRITTEN, reason)
             self.give_back_slots(slots)
         lease.exports = {}
-        self._give_back_previous(lease)
-
-    def _give_back_previous(self, lease: Lease) -> None:
-        if lease.previous is not None:
-            self.give_back_slots(lease.previous)
-            lease.previous = None
+        for slots in lease.take_previous():
+            self.give_back_slots(slots)
 
     def _settle_export(self, lease: Lease, acknowledged: set[int], now: float) -> None:
         """Attach what was exported at the tip's boundary, if it was written."""
@@ -383,11 +385,15 @@ class PrefixCache:
         self.evictor.losses.forget(node.key)
         node.conversation = lease.conversation
         node.last_used = now
-        node.num_hits = lease.lineage
+        node.is_passed = False
+        node.num_hits = 0 if reason == reasons.INTERVAL else lease.lineage
         node.retention_priority = lease.retention_priority
-        self.evictor.reuse.created(node.key, reuse_class(node), now)
+        self.evictor.await_use(node, now)
         node.pinned_until = now + lease.pin_seconds if is_marked else 0.0
         self.counters.checkpoints_by_reason[reason] += 1
+        if reason != reasons.INTERVAL:
+            self.evictor.pass_by(lease.newest)
+            lease.newest = node
         if reason == reasons.DECODE:
             lease.decode_nodes.append(node)
         limit = self.config.max_states_per_path
@@ -423,7 +429,8 @@ class PrefixCache:
         for slots, _ in lease.exports.values():
             self.give_back_slots(slots)
         lease.exports = {}
-        self._give_back_previous(lease)
+        for slots in lease.take_previous():
+            self.give_back_slots(slots)
         if lease.running is not None:
             self.give_back_slots(lease.running)
             lease.running = None

@@ -10,6 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from milepost.core import reasons
+
+Rank = tuple[int, float]
+"""Sort key of what is worth keeping: (0 for a guess, 2 for what is pinned, else 1; value)."""
 MAX_PRIORITY = 16
 
 
@@ -22,6 +26,8 @@ class SegmentRecord:
         freed_bytes: what giving it up frees: its state, and for a leaf the pages nobody else needs.
         reuse_index: chance of use per time unit it is kept (`reuse.ReuseModel.index`).
         is_pinned: a client pinned it and the pin still holds.
+        is_guess: an `interval` checkpoint that was never hit. Nobody asked for it, nothing was learned about
+            it, and where it stands says little: it fills memory that nothing else needs.
         priority: what the client asked for; every step doubles the value.
     """
 
@@ -29,15 +35,25 @@ class SegmentRecord:
     freed_bytes: int
     reuse_index: float
     is_pinned: bool = False
+    is_guess: bool = False
     priority: int = 0
 
 
-def eviction_rank(record: SegmentRecord) -> tuple[bool, float]:
-    """Sort key: the smallest goes first; what is pinned goes last."""
-    return (record.is_pinned, segment_value(record))
+def eviction_rank(record: SegmentRecord) -> Rank:
+    """Sort key: the smallest goes first. Guesses go before all others, what is pinned goes last."""
+    tier = 2 if record.is_pinned else 0 if record.is_guess else 1
+    return (tier, segment_value(record))
 
 
 def segment_value(record: SegmentRecord) -> float:
     """Tokens of recomputation saved per byte and time unit. Larger = keep longer."""
     weight = 2.0 ** max(-MAX_PRIORITY, min(MAX_PRIORITY, record.priority))
     return record.num_saved_tokens * record.reuse_index * weight / max(1, record.freed_bytes)
+
+
+def export_order(position: int, reason: str) -> tuple[int, int, int]:
+    """Sort key of the exports of one chunk: the first ones get memory first. Important reasons come before
+    others, deep positions before shallow ones; `interval` ones halve the gaps again and again, so that
+    those that find room are evenly spread."""
+    coarseness = position & -position if reason == reasons.INTERVAL else 0
+    return (reasons.IMPORTANCE[reason], -coarseness, -position)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from milepost.core import reasons
 
@@ -23,28 +23,50 @@ NUM_BINS = 44
 """Bins cover ages from a quarter to half a million time units; seconds in the engine."""
 MAX_REMEMBERED = 16384
 """Checkpoints whose next use is waited for, given up ones included."""
-MAX_TURN_CLASS = 4
+MAX_TURN_CLASS = 6
 REFRESH_EVENTS = 256
 """Observations after which the tables are computed anew."""
 PRIOR_WEIGHT = 4.0
 PRIOR_HAZARD = 0.03
+MAX_HAZARD = 0.9
 PRIOR_SETTLING = 60.0
 """Time units before age begins to count in the prior: a second or a minute ago is the same."""
 PRIOR_BY_REASON = {
     reasons.MARKER: 2.0,
     reasons.JUNCTION: 1.5,
     reasons.INTERVAL: 0.25,
-    reasons.DECODE: 0.25,
 }
+PRIOR_IF_PASSED = 0.25
+"""Factor for ends of a turn behind which the conversation went on."""
+TURN_ENDS = frozenset({reasons.TAIL, reasons.END, reasons.DECODE, reasons.FINISH})
+CONTINUATION_REASONS = TURN_ENDS | {reasons.HISTORY}
+"""A hit on one of these continues a conversation; a hit on another merely shares a beginning."""
 
 MAX_CONVERSATIONS = 16384
 """Names of conversations that are remembered."""
 
-ReuseClass = tuple[str, bool, int]
-"""(reason, something deeper continues it, turns up to MAX_TURN_CLASS)"""
+ReuseClass = tuple[str, bool, int, int]
+"""(reason, something deeper continues it, turns up to MAX_TURN_CLASS, binary digits of its position)."""
 
 EDGES = [2.0 ** (MIN_AGE_LOG2 + index / BINS_PER_OCTAVE) for index in range(NUM_BINS)]
 """Upper edge of every age bin."""
+
+
+def class_of(reason: str, position: int, turns: int, *, is_passed: bool) -> ReuseClass:
+    """Class of a checkpoint at `position` (tokens)."""
+    return (reason, is_passed, min(turns, MAX_TURN_CLASS), position.bit_length())
+
+
+def general_class(reuse_class: ReuseClass) -> ReuseClass:
+    """The class without the length of what led to it: what a class with few observations leans on."""
+    reason, is_passed, turns, _ = reuse_class
+    return (reason, is_passed, turns, 0)
+
+
+def levels(reuse_class: ReuseClass) -> tuple[ReuseClass, ...]:
+    """The classes an observation counts for."""
+    general = general_class(reuse_class)
+    return (reuse_class,) if general == reuse_class else (reuse_class, general)
 
 
 def age_bin(age: float) -> int:
@@ -54,13 +76,15 @@ def age_bin(age: float) -> int:
 
 def prior_hazards(reuse_class: ReuseClass) -> list[float]:
     """Chance of use per bin before anything was seen; grows with the turns that led here."""
-    reason, _, turns = reuse_class
+    reason, is_passed, turns, _ = reuse_class
     scale = PRIOR_HAZARD * PRIOR_BY_REASON.get(reason, 1.0) * (1.0 + turns) * BINS_PER_OCTAVE
+    if is_passed and reason in TURN_ENDS:
+        scale *= PRIOR_IF_PASSED
     hazards = []
     lower = 0.0
     for upper in EDGES:
         octaves = math.log2((upper + PRIOR_SETTLING) / (lower + PRIOR_SETTLING))
-        hazards.append(min(0.9, scale * octaves))
+        hazards.append(min(MAX_HAZARD, scale * octaves))
         lower = upper
     return hazards
 
@@ -78,6 +102,27 @@ def keep_index(hazards: list[float], first_bin: int) -> float:
     return best
 
 
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A checkpoint, or what was one, that waits for its next use.
+
+    Attributes:
+        since: when it was made or last used.
+        conversation: whose request made it, if the caller named one.
+    """
+
+    since: float
+    reuse_class: ReuseClass
+    conversation: tuple[bytes, str] | None = None
+
+    def turns_for(self, conversation: tuple[bytes, str] | None) -> int:
+        """Turns that lead to a request of `conversation` that goes on here, even if the checkpoint is gone.
+        What another conversation left says nothing about this one: a side request starts anew."""
+        reason, _, turns, _ = self.reuse_class
+        is_own = self.conversation in (None, conversation)
+        return turns + 1 if is_own and reason in CONTINUATION_REASONS else 0
+
+
 @dataclass(slots=True)
 class _ClassCounts:
     """Ended waits: per bin, how many were used in it and how many reached it."""
@@ -89,40 +134,56 @@ class _ClassCounts:
 class ReuseModel:
     """Hazards per class, learned from checkpoints that still exist and from those already given up."""
 
-    __slots__ = ("_counts", "_index", "_num_new", "_waiting")
+    __slots__ = ("_counts", "_index", "_num_new", "_present", "_waiting")
 
     def __init__(self) -> None:
         self._counts: dict[ReuseClass, _ClassCounts] = {}
-        self._waiting: OrderedDict[bytes, tuple[float, ReuseClass]] = OrderedDict()
+        self._waiting: OrderedDict[bytes, Wait] = OrderedDict()
+        self._present: dict[ReuseClass, list[float]] = {}
+        """Per class and bin, how many of those that wait now have passed the bin unused."""
         self._index: dict[ReuseClass, list[float]] = {}
         self._num_new = 0
 
-    def created(self, key: bytes, reuse_class: ReuseClass, now: float) -> None:
+    def created(
+        self,
+        key: bytes,
+        reuse_class: ReuseClass,
+        now: float,
+        conversation: tuple[bytes, str] | None = None,
+    ) -> None:
         """A checkpoint begins to wait for its (next) use."""
-        self._waiting[key] = (now, reuse_class)
+        self._waiting[key] = Wait(now, reuse_class, conversation)
         self._waiting.move_to_end(key)
         self._num_new += 1
         if len(self._waiting) > MAX_REMEMBERED:
-            _, (since, oldest_class) = self._waiting.popitem(last=False)
-            self._end(oldest_class, now - since, was_used=False)
+            _, oldest = self._waiting.popitem(last=False)
+            self._end(oldest, now, was_used=False)
+
+    def reclassify(self, key: bytes, reuse_class: ReuseClass) -> None:
+        """More is known about what waits at `key`; since when it waits stays."""
+        wait = self._waiting.get(key)
+        if wait is not None:
+            self._waiting[key] = replace(wait, reuse_class=reuse_class)
 
     def is_waiting(self, key: bytes) -> bool:
         return key in self._waiting
 
-    def used(self, key: bytes, now: float) -> None:
-        """A prompt reached this boundary, whether or not its checkpoint still existed."""
-        entry = self._waiting.pop(key, None)
-        if entry is not None:
-            since, reuse_class = entry
-            self._end(reuse_class, now - since, was_used=True)
+    def used(self, key: bytes, now: float) -> Wait | None:
+        """A prompt reached this boundary, whether or not its checkpoint still existed: the wait that ends
+        with it, if there was one."""
+        wait = self._waiting.pop(key, None)
+        if wait is not None:
+            self._end(wait, now, was_used=True)
+        return wait
 
-    def _end(self, reuse_class: ReuseClass, age: float, *, was_used: bool) -> None:
-        counts = self._counts.setdefault(reuse_class, _ClassCounts())
-        last = age_bin(age)
-        for index in range(last + was_used):
-            counts.reached[index] += 1.0
-        if was_used:
-            counts.used[last] += 1.0
+    def _end(self, wait: Wait, now: float, *, was_used: bool) -> None:
+        last = age_bin(now - wait.since)
+        for counted in levels(wait.reuse_class):
+            counts = self._counts.setdefault(counted, _ClassCounts())
+            for index in range(last + was_used):
+                counts.reached[index] += 1.0
+            if was_used:
+                counts.used[last] += 1.0
         self._num_new += 1
 
     def index(self, reuse_class: ReuseClass, age: float, now: float) -> float:
@@ -136,34 +197,37 @@ class ReuseModel:
             self._refresh(now)
         table = self._index.get(reuse_class)
         if table is None:
-            table = self._index[reuse_class] = _index_table(reuse_class, _ClassCounts(), [0.0] * NUM_BINS)
+            hazards = self._hazards(reuse_class)
+            table = self._index[reuse_class] = [keep_index(hazards, first) for first in range(NUM_BINS)]
         return table[age_bin(age)]
 
     def _refresh(self, now: float) -> None:
         """Waits that have not ended count as having reached their present age (Kaplan-Meier)."""
         present: dict[ReuseClass, list[float]] = {}
-        for since, reuse_class in self._waiting.values():
-            bins = present.setdefault(reuse_class, [0.0] * (NUM_BINS + 1))
-            bins[age_bin(now - since)] += 1.0
-        for reuse_class in {**self._counts, **present}:
-            bins = present.get(reuse_class, [0.0] * (NUM_BINS + 1))
+        for wait in self._waiting.values():
+            bin_index = age_bin(now - wait.since)
+            for counted in levels(wait.reuse_class):
+                present.setdefault(counted, [0.0] * NUM_BINS)[bin_index] += 1.0
+        for bins in present.values():
             reached = 0.0
-            still_waiting = [0.0] * NUM_BINS
             for index in range(NUM_BINS - 1, -1, -1):
-                reached += bins[index + 1]
-                still_waiting[index] = reached
-            counts = self._counts.get(reuse_class, _ClassCounts())
-            self._index[reuse_class] = _index_table(reuse_class, counts, still_waiting)
+                bins[index], reached = reached, reached + bins[index]
+        self._present = present
+        self._index = {}
 
-
-def _index_table(reuse_class: ReuseClass, counts: _ClassCounts, still_waiting: list[float]) -> list[float]:
-    hazards = [
-        (used + PRIOR_WEIGHT * prior) / (reached + waiting + PRIOR_WEIGHT)
-        for used, reached, waiting, prior in zip(
-            counts.used, counts.reached, still_waiting, prior_hazards(reuse_class), strict=True
-        )
-    ]
-    return [keep_index(hazards, first) for first in range(NUM_BINS)]
+    def _hazards(self, reuse_class: ReuseClass) -> list[float]:
+        """Chance of use per bin: what was counted, and as much of the more general class (or of the prior)
+        as PRIOR_WEIGHT observations."""
+        general = general_class(reuse_class)
+        expected = prior_hazards(reuse_class) if general == reuse_class else self._hazards(general)
+        counts = self._counts.get(reuse_class) or _ClassCounts()
+        waiting = self._present.get(reuse_class) or [0.0] * NUM_BINS
+        return [
+            min(MAX_HAZARD, (used + PRIOR_WEIGHT * hazard) / (reached + present + PRIOR_WEIGHT))
+            for used, reached, present, hazard in zip(
+                counts.used, counts.reached, waiting, expected, strict=True
+            )
+        ]
 
 
 class KnownConversations:

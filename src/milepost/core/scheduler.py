@@ -83,8 +83,7 @@ class Scheduler:
         self.transfers = Transfers(self.cache)
         self._alignment = geometry.checkpoint_alignment
         self._grid = math.lcm(cache.match_unit, self._alignment or 1)
-        interval = cache.checkpoint_interval
-        self._spacing = geometry.default_checkpoint_interval() if interval is None else interval
+        self._spacing = effective_spacing(cache.checkpoint_interval, geometry)
         self._is_caching = cache.enable_prefix_caching
         self._num_steps = 0
         self._plan: StepPlan | None = None
@@ -267,16 +266,9 @@ class Scheduler:
 
     def _plan_prefill(self, plan: StepPlan, request: Request, num_budget_tokens: int) -> int:
         start = request.num_processed
-        memory = self.cache.memory
-        spacing = effective_spacing(
-            self._spacing if self._is_caching and request.uses_cache else 0,
-            memory.used_bytes,
-            memory.budget_bytes,
-            self._grid,
-        )
         decision = plan_chunk(
             start, len(request.tokens), num_budget_tokens, request.wanted, self.cache.match_unit,
-            self._alignment, spacing,
+            self._alignment, self._spacing if self._is_caching and request.uses_cache else 0,
         )  # fmt: skip
         for reason in decision.dropped:
             self.cache.counters.refusals[reasons.REFUSED_NOT_LEGAL, reason] += 1

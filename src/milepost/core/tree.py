@@ -25,13 +25,14 @@ class Node:
         num_users: pins, and children with users: whether a lease needs this unit.
         pinned_until: a client asked to give this checkpoint up last until then.
         num_hits: hits on this checkpoint, those of the conversation it continues included.
+        is_passed: whether a request that went through this checkpoint left a deeper one, `interval` ones
+            aside, since they depend on free memory.
         conversation: (domain root, name) of the conversation whose request made the checkpoint.
     """
 
     __slots__ = (
-        "children", "conversation", "depth", "key", "last_used", "num_hits", "num_users", "pages",
-        "parent",
-        "pinned_until", "pins", "reason", "retention_priority", "states", "tokens",
+        "children", "conversation", "depth", "is_passed", "key", "last_used", "num_hits", "num_users",
+        "pages", "parent", "pinned_until", "pins", "reason", "retention_priority", "states", "tokens",
     )  # fmt: skip
 
     def __init__(self, key: bytes, parent: Node | None, tokens: bytes, pages: list[int], now: float) -> None:
@@ -47,6 +48,7 @@ class Node:
         self.num_users = 0
         self.last_used = now
         self.num_hits = 0
+        self.is_passed = False
         self.conversation: tuple[bytes, str] | None = None
         self.retention_priority = 0
         self.pinned_until = 0.0

@@ -145,6 +145,7 @@ class Answer:
             seconds=now - self.submitted_at,
             num_draft_tokens=self.drafting.num_draft_tokens if self.drafting else 0,
             num_accepted_draft_tokens=self.drafting.num_accepted_tokens if self.drafting else 0,
+            trace_parent=self.request.trace_parent,
         )
 
 

@@ -54,6 +54,7 @@ class GenerationRequest:
         label: how log lines call the request.
         prompt_logprobs: None = none; k = log-probabilities of its prompt tokens, with the k best.
         owner: who competes for a fair share; requests with the same one wait for each other.
+        trace_parent: the caller's W3C trace context; "" = none.
         is_counted: False = in no metric and no log (the warm-up).
     """
 
@@ -75,6 +76,7 @@ class GenerationRequest:
     label: str = ""
     prompt_logprobs: int | None = None
     owner: str = ""
+    trace_parent: str = ""
     is_counted: bool = True
 
 
@@ -251,6 +253,7 @@ class FinishedRequest:
     seconds: float
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    trace_parent: str = ""
 
     def log_fields(self) -> dict[str, Any]:
         """Counts and reasons only; never text."""

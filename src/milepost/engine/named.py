@@ -319,6 +319,9 @@ class NamedConversations:
         def admit(scheduler: Scheduler, now: float) -> None:
             if tiering is not None:
                 tiering.admit(shunned)
+                nodes = map(scheduler.cache.tree.state_nodes.get, dict.fromkeys(shunned))
+                # What requests computed meanwhile was not saved.
+                tiering.save_again(node for node in nodes if node is not None)
 
         try:
             pauses = poll_pauses(until)

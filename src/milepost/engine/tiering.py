@@ -95,6 +95,7 @@ class Tiering:
         self._unit = cache.match_unit
         self._max_saving_bytes = floor_div(cache.memory.budget_bytes, SAVING_SHARE)
         self._decode_interval = cache.config.decode_interval
+        self._guess_interval = cache.geometry.default_checkpoint_interval()
         self.outcomes: Counter[str] = Counter()
         """Lookups by how they ended."""
         self.prefetch_outcomes: Counter[str] = Counter()
@@ -419,10 +420,11 @@ class Tiering:
 
     def checkpoint_added(self, node: Node) -> None:
         position = node.depth * self._unit
-        is_passing = node.reason == reasons.DECODE and (
-            not self._decode_interval or position % self._decode_interval != 0
-        )
-        if not is_passing:
+        # Guesses are fine because memory is free; on the way out a state should stand for as many bytes of
+        # pages.
+        every = {reasons.DECODE: self._decode_interval, reasons.INTERVAL: self._guess_interval}
+        interval = every.get(node.reason)
+        if interval is None or (interval and position % interval == 0):
             self._enqueue(node)
 
     def checkpoint_removed(self, node: Node) -> None:

@@ -11,7 +11,7 @@ from milepost.engine.markers import Marker, MarkerList
 from milepost.errors import RequestError
 from milepost.server.chat_run import Conversation
 from milepost.server.conversation import MAX_MESSAGES, MAX_TOOLS, check_count
-from milepost.server.schema import ChatBody, warn_unknown
+from milepost.server.schema import ChatBody, thinking_variables, warn_unknown
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": ()}
 """Fields that would change the answer and are not implemented -> values that ask for nothing."""
@@ -79,8 +79,7 @@ def chat_body(body: MessagesBody) -> ChatBody:
     variables = dict(body.chat_template_kwargs or {})
     thinks = _thinks(body.thinking)
     if thinks is not None:
-        # The two names that templates know it by.
-        variables = {"thinking": thinks, "enable_thinking": thinks, **variables}
+        variables = {**thinking_variables(thinks), **variables}
     options: dict[str, Any] = {
         "stream": body.stream,
         "temperature": body.temperature,

@@ -40,6 +40,7 @@ from milepost.server.metrics import ServerMetrics
 from milepost.server.middleware import Gate
 from milepost.server.options import ServerOptions
 from milepost.server.state import Phase, ServerState
+from milepost.server.tracing import RequestTracer, otlp_exporter
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class Startup:
         self._state = state
         self._model: ServingModel | None = None
         self._front: AsyncEngine | None = None
+        self._tracer: RequestTracer | None = None
         self.failure: BaseException | None = None
         self.ready = asyncio.Event()
 
@@ -99,6 +101,9 @@ class Startup:
     def _connect(self, app: FastAPI, model: ServingModel) -> None:
         app.state.metrics = ServerMetrics(model, self._state)
         model.engine.add_observer(app.state.metrics)
+        if self._options.otlp_traces_endpoint is not None:
+            self._tracer = RequestTracer(model.name, otlp_exporter(self._options.otlp_traces_endpoint))
+            model.engine.add_observer(self._tracer)
         self._front = AsyncEngine(
             model.engine,
             max_unread_deltas=self._options.max_unread_deltas,
@@ -120,6 +125,8 @@ class Startup:
             self._front.close()
         if self._model is not None:
             await asyncio.to_thread(self._model.close)
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
 
 
 def build_app(load: Load, options: ServerOptions | None = None, state: ServerState | None = None) -> FastAPI:

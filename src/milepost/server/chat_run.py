@@ -14,12 +14,12 @@ from milepost.engine.markers import MarkerList
 from milepost.engine.messages import OutputDelta
 from milepost.engine.output_parser import OutputParser
 from milepost.engine.params import OutputLimit
-from milepost.engine.parts import Content, ParsedAnswer, Part
+from milepost.engine.parts import CallArguments, CallBegun, Content, ParsedAnswer, Part
 from milepost.engine.serving import ServingModel
 from milepost.errors import RequestError
 from milepost.server.conversation import checked_messages, checked_tools
 from milepost.server.generation import Choice, Generation, Prompt, Service, begin
-from milepost.server.guided import constrained_chat
+from milepost.server.guided import constrained_chat, wants_one_call
 from milepost.server.prompt_scores import num_prompt_logprobs
 from milepost.server.schema import ChatBody
 from milepost.server.streams import merged
@@ -44,10 +44,12 @@ class Question:
 
     Attributes:
         tools: the declarations the model saw; None = none.
+        one_call: the caller takes one call per answer; further ones are dropped.
     """
 
     prompt: Prompt
     tools: list[dict[str, Any]] | None
+    one_call: bool = False
 
 
 def conversation(body: ChatBody) -> Conversation:
@@ -73,7 +75,7 @@ def render(model: ServingModel, body: ChatBody, given: Conversation) -> Question
         given.messages,
         tools,
         add_generation_prompt=body.add_generation_prompt is not False,
-        variables=body.chat_template_kwargs,
+        variables=body.template_variables(),
         find_boundaries=model.cache.enable_prefix_caching and body.cache_prompt is not False,
         markers=found.markers,
         max_model_len=model.max_model_len,
@@ -89,6 +91,7 @@ def render(model: ServingModel, body: ChatBody, given: Conversation) -> Question
             new_constraint=constrained_chat(model, body, tools, rendered.token_ids),
         ),
         tools,
+        one_call=wants_one_call(body),
     )
 
 
@@ -102,6 +105,7 @@ class ChatRun:
     def __init__(self, model: ServingModel, question: Question, generation: Generation) -> None:
         self.generation = generation
         self.answers = [ParsedAnswer() for _ in generation.choices]
+        self._one_call = question.one_call
         self._num_silent_tokens = [0] * len(generation.choices)
         output_format = model.output_format
         self._parsers: list[OutputParser | None] = [
@@ -141,7 +145,12 @@ class ChatRun:
         parser = self._parsers[index]
         if parser is None:
             return [Content(delta.text)] if delta.text else []
-        return parser.feed(delta.marked, is_last=delta.finish_reason is not None)
+        parts = parser.feed(delta.marked, is_last=delta.finish_reason is not None)
+        if self._one_call:
+            parts = [
+                part for part in parts if not isinstance(part, CallBegun | CallArguments) or not part.index
+            ]
+        return parts
 
 
 async def ask(

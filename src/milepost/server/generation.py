@@ -25,6 +25,7 @@ from milepost.errors import RequestError
 from milepost.server.access import caller_of
 from milepost.server.options import ServerOptions
 from milepost.server.schema import Body
+from milepost.server.tracing import sound_trace_parent
 
 
 @dataclass(slots=True)
@@ -207,6 +208,7 @@ def begin(
                     constraint=None if prompt.new_constraint is None else prompt.new_constraint(),
                     prompt_logprobs=prompt_logprobs if choice_index == 0 else None,
                     owner=caller.owner,
+                    trace_parent=sound_trace_parent(request.headers.get("traceparent")),
                     label=label if len(prompts) * n == 1 else f"{label}/{index}",
                 )
             )

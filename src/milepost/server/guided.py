@@ -87,16 +87,17 @@ def demanded_calls(
         model.output_format,
         [tool for tool, _ in found],
         [param for _, param in found],
-        one_only=named is not None or _wants_one_call(body),
+        one_only=named is not None or wants_one_call(body),
     )
 
 
 def _any_calls(model: ServingModel, body: ChatBody, tools: Sequence[dict[str, Any]]) -> Grammar:
     params = [f"tools[{index}]" for index in range(len(tools))]
-    return tool_call_grammar(model.output_format, tools, params, one_only=_wants_one_call(body))
+    return tool_call_grammar(model.output_format, tools, params, one_only=wants_one_call(body))
 
 
-def _wants_one_call(body: ChatBody) -> bool:
+def wants_one_call(body: ChatBody) -> bool:
+    """Whether an answer may hold one call at most."""
     return (body.model_extra or {}).get("parallel_tool_calls") is False
 
 

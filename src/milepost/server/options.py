@@ -24,6 +24,7 @@ class ServerOptions:
     red_seconds: how long a server whose engine has died answers `/health` with 503 before it exits.
     api_keys: without any, everybody may use the server.
     admin_api_keys: may also use the routes that concern all callers.
+    otlp_traces_endpoint: where spans of requests are sent, as OTLP over HTTP; None = nowhere.
     share_prefix_across_keys: False = a cached prefix serves only the API key it was computed for.
     """
 
@@ -36,10 +37,17 @@ class ServerOptions:
     api_keys: tuple[str, ...] = ()
     admin_api_keys: tuple[str, ...] = ()
     share_prefix_across_keys: bool = False
+    otlp_traces_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         if self.max_body_bytes < 1024:
             raise ConfigError("max_body_bytes", f"must be at least 1024, not {self.max_body_bytes}")
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                "otlp_traces_endpoint",
+                f"must be an address like http://localhost:4318/v1/traces, not {endpoint}",
+            )
         if self.request_timeout is not None and not self.request_timeout > 0:
             raise ConfigError("request_timeout", "must be above 0 seconds; leave it out for no limit")
         if not self.drain_seconds >= 0:

@@ -88,20 +88,18 @@ def chat_body(body: ResponsesBody) -> ChatBody:
     Raises:
         RequestError: names the field.
     """
-    variables = dict(body.chat_template_kwargs or {})
     reasoning = body.reasoning if body.reasoning is not None else {}
-    if not isinstance(reasoning, dict):
-        raise RequestError("reasoning", "must be an object")
-    if reasoning.get("effort") == "none":
-        # The two names that templates know it by.
-        variables = {"thinking": False, "enable_thinking": False, **variables}
+    effort = reasoning.get("effort") if isinstance(reasoning, dict) else None
+    if not isinstance(reasoning, dict) or not isinstance(effort, str | None):
+        raise RequestError("reasoning", "must be an object with a text as `effort`")
     options: dict[str, Any] = {
         "stream": body.stream,
         "temperature": body.temperature,
         "top_p": body.top_p,
         "tool_choice": _tool_choice(body.tool_choice),
         "response_format": _response_format(body.text),
-        "chat_template_kwargs": variables or None,
+        "chat_template_kwargs": body.chat_template_kwargs,
+        "reasoning_effort": effort,
         "prompt_cache_key": body.prompt_cache_key,
         "seed": body.seed,
         "cache_salt": body.cache_salt,

@@ -42,7 +42,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 HARMLESS = frozenset(
     {
         "add_special_tokens", "api_key", "length_penalty", "metadata", "parallel_tool_calls",
-        "prompt_cache_retention", "reasoning_effort", "request_id", "safety_identifier", "service_tier",
+        "prompt_cache_retention", "request_id", "safety_identifier", "service_tier",
         "session_id", "spaces_between_special_tokens", "store", "user", "verbosity",
     }
 )  # fmt: skip
@@ -62,6 +62,11 @@ def warn_unknown(name: str) -> None:
     if len(_warned) < MAX_WARNED_FIELDS and name[:64] not in _warned:
         _warned.add(name[:64])
         log.warning("request field %r is unknown and ignored", name[:64])
+
+
+def thinking_variables(thinks: bool) -> dict[str, Any]:
+    """The two names by which templates know whether to think."""
+    return {"thinking": thinks, "enable_thinking": thinks}
 
 
 class StreamOptions(BaseModel):
@@ -181,6 +186,16 @@ class ChatBody(Body):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tool_choice: Any = None
+    reasoning_effort: str | None = None
+
+    def template_variables(self) -> dict[str, Any] | None:
+        """`chat_template_kwargs`, and what `reasoning_effort` means to templates."""
+        if self.reasoning_effort is None:
+            return self.chat_template_kwargs
+        effort: dict[str, Any] = {"reasoning_effort": self.reasoning_effort}
+        if self.reasoning_effort == "none":
+            effort |= thinking_variables(False)
+        return {**effort, **(self.chat_template_kwargs or {})}
 
     def check_extras(self) -> None:
         if (self.model_extra or {}).get("prompt_cache_breakpoints") is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from milepost.core.units import ceil_div
 from milepost.sim.geometries import ModelShape
@@ -22,7 +22,8 @@ class Comparison:
     """One workload at one share of the working set.
 
     Attributes:
-        share: of the bytes (Milepost) or blocks (align) that the unbounded run came to hold.
+        share: of the bytes (Milepost, without `interval` checkpoints) or blocks (align) that the unbounded
+            run came to hold.
         below: (label, tokens Milepost reused, tokens align reused) of every request where Milepost
             reused less.
     """
@@ -53,7 +54,9 @@ def compare(
     geometry = shape.geometry(match_unit)
     options = ReplayOptions(max_output_tokens=ALL_OUTPUTS, step_tokens=step_tokens)
     largest = max(geometry.request_bytes(r.num_prompt_tokens + r.num_output_tokens + 1) for r in requests)
-    working_bytes = replay(requests, geometry, UNBOUNDED_BYTES, options).peak_committed_bytes
+    # `interval` checkpoints fill what memory there is: they are no part of what a workload needs.
+    needed = replace(options, checkpoint_interval=0)
+    working_bytes = replay(requests, geometry, UNBOUNDED_BYTES, needed).peak_committed_bytes
     block_tokens = align_block_tokens(shape, match_unit)
     smallest_pool = 4 + max(
         ceil_div(r.num_prompt_tokens + r.num_output_tokens, block_tokens) for r in requests

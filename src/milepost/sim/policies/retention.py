@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from milepost.core.eviction import Evictor
+import math
+from collections.abc import Mapping
+
+from milepost.core import reasons
+from milepost.core.eviction import Evictor, is_guess
+from milepost.core.lease import Lease
 from milepost.core.prefix_cache import PrefixCache
-from milepost.core.retention import SegmentRecord
+from milepost.core.retention import Rank, SegmentRecord
 from milepost.core.tree import Node
 
 
@@ -12,7 +17,13 @@ class LruEvictor(Evictor):
     """Gives up the checkpoint that was used longest ago, whatever it costs or saves."""
 
     def _record(self, node: Node, now: float) -> SegmentRecord:
-        return SegmentRecord(num_saved_tokens=1, freed_bytes=1, reuse_index=node.last_used)
+        return SegmentRecord(1, 1, reuse_index=node.last_used, is_guess=is_guess(node))
+
+    def export_worth(
+        self, lease: Lease, made: Mapping[int, tuple[list[int], str]], position: int, reason: str, now: float
+    ) -> Rank:
+        """The newest there is."""
+        return (0 if reason == reasons.INTERVAL else 1, math.inf)
 
 
 def use_lru_retention(cache: PrefixCache) -> None:
