@@ -114,6 +114,20 @@ def test_a_long_prefill_in_chunks_is_linear() -> None:
     assert growth(make, 100, 3) < 3.6
 
 
+def test_a_bound_on_states_does_not_walk_the_path_at_every_checkpoint() -> None:
+    def make(num_units: int) -> Callable[[], object]:
+        cache = make_cache(100_000, max_states_per_path=4)
+        tokens = numbered(4 * num_units)
+        lease = cache.open(cache.no_match(), make_chain(tokens), 0.0)
+        exports = [(p, "message") for p in range(4, len(tokens), 4)]
+        reservation = cache.reserve(lease, len(tokens), exports, 0.0)
+        assert reservation is not None
+        cache.confirm(lease, reservation)
+        return lambda: cache.publish(lease, len(tokens), [p for p, _ in exports], None, 0.0)
+
+    assert growth(make, 300) < 4.3
+
+
 # ------------------------------------------------------------------ steps
 def decoding(num_requests: int, num_tokens: int, **options: Any) -> Harness:
     harness = quiet(Harness(num_records=200_000, budget=8192, max_num_seqs=num_requests, **options))

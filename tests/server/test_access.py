@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from starlette.datastructures import Headers
 from tests.server.serving import Running, running_server
 from tests.server.test_errors import assert_error
-from tests.server.test_life import LONG
+from tests.server.test_life import LONG, wait_for
 
 from milepost.errors import ConfigError, RequestError
 from milepost.server import access, schema
@@ -259,6 +260,28 @@ def test_metrics_have_no_label_for_a_caller(server: Running) -> None:
     ask(server, ALICE)
     text = httpx.get(f"{server.url}/metrics", headers={"authorization": f"Bearer {BOB}"}).text
     assert ALICE not in text and access._digest(ALICE).hex()[:8] not in text
+
+
+def test_a_burst_of_one_key_does_not_hold_up_another(tmp_path) -> None:
+    """One seat: Bob waits for what Alice has begun, not for all that she has sent."""
+    with running_server(tmp_path, server_options=KEYS, max_num_seqs=1) as server:
+        ended: list[str] = []
+
+        def send(key: str, number: int) -> None:
+            prompt = f"{key} {number} " + LONG
+            assert ask(server, key, prompt=prompt, max_tokens=20, ignore_eos=True).status_code == 200
+            ended.append(key)
+
+        server.worker.gate.clear()
+        with ThreadPoolExecutor(9) as pool:
+            jobs = [pool.submit(send, ALICE, number) for number in range(8)]
+            wait_for(lambda: len(server.model.engine._inbox) >= 7, "the burst is not there")
+            jobs.append(pool.submit(send, BOB, 0))
+            wait_for(lambda: len(server.model.engine._inbox) >= 8, "the other one is not there")
+            server.worker.gate.set()
+            for job in jobs:
+                job.result(30)
+        assert ended.index(BOB) <= 2, ended
 
 
 # ---------------------------------------------------------------- logs and files

@@ -309,6 +309,30 @@ def test_what_others_wrote_is_found_when_room_is_needed(tmp_path: Path) -> None:
     assert [bool(each) for each in found] == [False, True, True, True]
 
 
+def test_a_folder_that_others_changed_much_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for every change: reading it takes time."""
+    first, second = open_store(tmp_path / "store"), open_store(tmp_path / "store")
+    scans: list[int] = []
+    real = first._folder.scan
+    monkeypatch.setattr(first._folder, "scan", lambda: (scans.append(1), real())[1])
+    second.save([segment(("few", index), record_bytes=10) for index in range(30)], deadline_seconds=SECONDS)
+    first.save([segment("mine", record_bytes=10)], deadline_seconds=SECONDS)
+    assert scans == [] and len(first._index) == 1
+    second.save([segment(("more", index), record_bytes=10) for index in range(70)], deadline_seconds=SECONDS)
+    first.save([segment("mine too", record_bytes=10)], deadline_seconds=SECONDS)
+    assert scans == [1] and len(first._index) == 102
+    # A large folder is read less often: after an eighth of it changed.
+    for index in range(10):
+        second.save(chain((index,), 100, record_bytes=10), deadline_seconds=SECONDS)
+    first.save([segment("again", record_bytes=10)], deadline_seconds=SECONDS)
+    assert scans == [1, 1] and len(first._index) == 1103
+    second.save([segment(("some", index), record_bytes=10) for index in range(70)], deadline_seconds=SECONDS)
+    first.save([segment("and again", record_bytes=10)], deadline_seconds=SECONDS)
+    assert scans == [1, 1]
+
+
 def test_a_parent_of_another_process_is_protected(tmp_path: Path) -> None:
     parent, child = chain("split", 2, record_bytes=30_000)
     budget = 2 * disk_bytes(512 + parent.header.payload_bytes)

@@ -132,9 +132,6 @@ class Evictor:
         if not is_guess(node):
             self.reuse.created(node.key, self.reuse_class(node), now, node.conversation)
 
-    def _saved_tokens(self, node: Node) -> int:
-        return (node.depth - self.depth_below(node, guesses=is_guess(node))) * self.geometry.match_unit
-
     def depth_below(self, node: Node, *, guesses: bool) -> int:
         """Depth (units) of the checkpoint a prompt falls back to without the one at `node`; 0 = none.
         Guesses count only with `guesses`, beside their like: where memory is short they are gone, and the
@@ -190,15 +187,24 @@ class Evictor:
         if not node.children:
             self._drop_tail(node, "thin", reason)
 
-    def bound_path(self, node: Node, limit: int, now: float) -> None:
-        """Keep at most `limit` checkpoints on the path that ends at `node`, whose own is spared."""
-        on_path = [a for a in self.tree.ancestors(node) if a.states is not None]
-        excess = len(on_path) + 1 - limit
-        candidates = sorted(
-            (a for a in on_path if not a.pins and len(a.children) < 2),
-            key=lambda a: (eviction_rank(self._record(a, now)), -a.depth),
-        )
-        for victim in candidates[: max(0, excess)]:
+    def bound_path(self, on_path: list[Node], limit: int, now: float) -> None:
+        """Keep at most `limit` of the checkpoints of one path, the last one in any case. Those that are gone
+        leave the list. O(limit + checkpoints that are spared), whatever the length of the path."""
+        if len(on_path) <= limit:
+            return
+        on_path[:] = [a for a in on_path if a.states is not None and self.tree.index.get(a.key) is a]
+        excess = len(on_path) - limit
+        if excess <= 0:
+            return
+        ranked: list[tuple[Rank, int, Node]] = []
+        below = below_guess = 0
+        for node in on_path[:-1]:
+            if not node.pins and len(node.children) < 2:
+                record = self._record(node, now, below_guess if is_guess(node) else below)
+                ranked.append((eviction_rank(record), -node.depth, node))
+            below_guess = node.depth
+            below = below if is_guess(node) else node.depth
+        for _, _, victim in sorted(ranked)[:excess]:
             reason = victim.reason
             self.counters.refusals[reasons.REFUSED_STATES_PER_PATH, reason] += 1
             self._free_state(victim, "merge")
@@ -225,12 +231,15 @@ class Evictor:
         """Sort key of a checkpoint: the smallest goes first. Changes nothing."""
         return eviction_rank(self._record(node, now))
 
-    def _record(self, node: Node, now: float) -> SegmentRecord:
+    def _record(self, node: Node, now: float, below: int | None = None) -> SegmentRecord:
+        """What retention knows about `node`; `below` is its `depth_below` where the caller knows it."""
+        if below is None:
+            below = self.depth_below(node, guesses=is_guess(node))
         freed = self._checkpoint_bytes
         if not node.children:
             freed += self._tail_units(node) * self._unit_bytes
         return SegmentRecord(
-            num_saved_tokens=self._saved_tokens(node),
+            num_saved_tokens=(node.depth - below) * self.geometry.match_unit,
             freed_bytes=freed,
             is_pinned=node.pinned_until > now,
             priority=node.retention_priority,

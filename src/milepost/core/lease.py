@@ -29,12 +29,17 @@ class Lease:
         lineage: turns of the conversation this request continues; its checkpoints inherit it.
         newest: last checkpoint of this request's path that it started from or made itself, `interval`
             ones aside.
+        on_path: checkpoints of its path, first one first, if their number is bounded. Some may be gone.
         marked_units: depths where the caller asked for a checkpoint; those are kept `pin_seconds` long.
     """
 
     __slots__ = (
         "chain", "conversation", "decode_nodes", "exports", "hit_reason", "is_caching", "lineage",
+<<<<<<< HEAD
         "marked_units", "newest", "num_hit_units", "page_tables", "pin_seconds", "previous", "replaced",
+=======
+        "marked_units", "newest", "num_hit_units", "on_path", "page_tables", "pin_seconds", "replaced",
+>>>>>>> main
         "retention_priority", "running", "tip",
     )  # fmt: skip
 
@@ -53,6 +58,7 @@ class Lease:
         self.hit_reason = ""
         self.lineage = 0
         self.newest: Node | None = None
+        self.on_path: list[Node] = []
         self.marked_units: frozenset[int] = frozenset()
         self.retention_priority = 0
         self.pin_seconds = 0.0

@@ -116,7 +116,10 @@ class PrefixCache:
         tip = path[-1] if path else self.tree.root(chain.root, now)
         self.tree.pin(tip)
         tables = [[node.pages[group.index] for node in path] for group in self.attention]
-        return Lease(chain, tip, tables, is_caching=True)
+        lease = Lease(chain, tip, tables, is_caching=True)
+        if self.config.max_states_per_path is not None:
+            lease.on_path = [node for node in path if node.states is not None]
+        return lease
 
     def take_pages(self, lease: Lease, num_units: int, now: float) -> list[list[int]] | None:
         """Pages for the units of `lease` up to `num_units`, to be filled from outside between steps;
@@ -357,6 +360,8 @@ class PrefixCache:
                 self.evictor.losses.forget(key)
         else:
             self._share_unit(lease, index, node)
+            if node.states is not None and self.config.max_states_per_path is not None:
+                lease.on_path.append(node)
         self.tree.pin(node)
         self.tree.unpin(tip)
         self.evictor.reconsider(tip)
@@ -398,7 +403,8 @@ class PrefixCache:
             lease.decode_nodes.append(node)
         limit = self.config.max_states_per_path
         if limit is not None:
-            self.evictor.bound_path(node, limit, now)
+            lease.on_path.append(node)
+            self.evictor.bound_path(lease.on_path, limit, now)
 
     def thin_decode(self, lease: Lease) -> None:
         """Keep the last two decode checkpoints and one per `decode_interval`; free the others once

@@ -337,17 +337,25 @@ class NamedConversations:
             self._engine.act(admit)
 
     async def _remove(self, tiering: Tiering, root: bytes, keys: list[bytes], until: Until) -> int:
-        leftover = self._leftover.pop(root, {})
-        everything = [*leftover, *(key for key in keys if key not in leftover)]
+        """From every store, with what only a store knows to build on it; how many segments there were."""
+        everything = dict.fromkeys([*self._leftover.pop(root, ()), *keys])
         if not everything:
             return 0
         try:
-            future = await self._act(lambda scheduler, now: tiering.remove(everything))
-            return await removed(future, until)
+            found = await asyncio.wrap_future(
+                tiering.tiers.followers(list(everything), deadline_seconds=until.call_seconds)
+            )
+            everything.update(dict.fromkeys(key for each in found for key in each or ()))
+            future = await self._act(lambda scheduler, now: tiering.remove(list(everything)))
+            num_removed = await removed(future, until)
+            silent = [name for name, each in zip(tiering.tiers.names, found, strict=True) if each is None]
+            if silent:
+                raise StoresUnavailable(f"{', '.join(silent)} did not tell what builds on this; try again")
+            return num_removed
         except StoresUnavailable:
             # What was only in the stores is known by nobody else.
             if sum(map(len, self._leftover.values())) + len(everything) <= MAX_LEFTOVER_KEYS:
-                self._leftover[root] = dict.fromkeys(everything)
+                self._leftover[root] = everything
             raise
 
     # -- helpers -------------------------------------------------------------------------------

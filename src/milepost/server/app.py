@@ -285,7 +285,8 @@ class Server(uvicorn.Server):
                 signal.signal(kind, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit or not self._app.state.startup.ready.is_set():
+        startup: Startup | None = getattr(self._app.state, "startup", None)
+        if self.should_exit or startup is None or not startup.ready.is_set():
             # Asked twice, or nothing was served yet. Threads may be anywhere: no clean-up is waited for.
             os.write(2, b"stopped at once\n")
             os._exit(128 + sig)

@@ -88,6 +88,10 @@ class FaultyStore:
         self._before_call()
         return self.store.remove(keys, deadline_seconds=deadline_seconds)
 
+    def followers(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[bytes]:
+        self._before_call()
+        return self.store.followers(keys, deadline_seconds=deadline_seconds)
+
     def close(self) -> None:
         self.store.close()
 

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -25,7 +25,7 @@ from milepost.stores.folder import (
     write_all,
 )
 from milepost.stores.lru import Entry, LruIndex
-from milepost.stores.objects import Clock, Deadline, ObjectStore, keeps_existing
+from milepost.stores.objects import Clock, Deadline, ObjectStore, StoreTimeoutError, keeps_existing
 from milepost.stores.port import Buffer, SegmentHeader, StoredSegment
 from milepost.stores.segment_format import (
     Identity,
@@ -263,6 +263,30 @@ class FileStore(ObjectStore):
             self._index.remove(name)
             return self._folder.unlink(name) > 0
 
+    def _links(self, deadline: Deadline) -> Iterable[tuple[bytes, bytes]]:
+        with self._folder.locked(deadline), self._lock:
+            files = self._folder.scan()
+        for file in files:
+            if deadline.passed:
+                raise StoreTimeoutError(f"{self.name}: {len(files)} files could not be read in time")
+            if not file.path.startswith(f"{self.identity.fingerprint}/"):
+                continue
+            header = self._header_of(file.path)
+            if header is not None and header.shard == self.identity.shard:
+                yield header.key, header.parent_key
+
+    def _header_of(self, name: str) -> SegmentHeader | None:
+        """None if it cannot be read."""
+        fd = self._folder.open(name)
+        if fd is None:
+            return None
+        try:
+            return decode_head(read_head(fd)).header
+        except SegmentError:
+            return None
+        finally:
+            os.close(fd)
+
     def _discard(self, key: bytes) -> None:
         self._guarded(
             oc.REMOVE, lambda: self._unlink(self._name(key), Deadline(_DISCARD_SECONDS, self._clock))
@@ -283,16 +307,8 @@ class FileStore(ObjectStore):
 
     def _read_parent(self, name: str) -> str | None:
         """What the object of file `name` builds on."""
-        fd = self._folder.open(name)
-        if fd is None:
-            return None
-        try:
-            header = decode_head(read_head(fd)).header
-        except SegmentError:
-            return None
-        finally:
-            os.close(fd)
-        if not header.parent_key:
+        header = self._header_of(name)
+        if header is None or not header.parent_key:
             return None
         return object_path(header.fingerprint, header.shard, header.parent_key)
 

@@ -191,6 +191,18 @@ class GuardedStore:
         removed = self._call(oc.REMOVE, None, deadline_seconds, remove)
         return None if removed is None else len(removed)
 
+    def followers(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[bytes]:
+        return self.try_followers(keys, deadline_seconds) or []
+
+    def try_followers(self, keys: Sequence[bytes], deadline_seconds: float) -> list[bytes] | None:
+        """As `followers`; None if the store did not answer."""
+
+        def followers(seconds: float) -> Sequence[bytes]:
+            return self.store.followers(keys, deadline_seconds=seconds)
+
+        found = self._call(oc.REMOVE, None, deadline_seconds, followers)
+        return None if found is None else list(found)
+
     def close(self) -> None:
         """Let the store release everything; one that hangs is left behind."""
         call = self._lane.start(self.store.close)

@@ -56,13 +56,11 @@ class LruIndex:
         self._entries[name] = entry
         self.total_bytes += entry.num_bytes
 
-    def remove(self, name: str) -> int:
-        """Bytes that the object took; 0 if there was none."""
+    def remove(self, name: str) -> None:
+        """Forget it, if it is known."""
         entry = self._entries.pop(name, None)
-        if entry is None:
-            return 0
-        self.total_bytes -= entry.num_bytes
-        return entry.num_bytes
+        if entry is not None:
+            self.total_bytes -= entry.num_bytes
 
     def move_to_end(self, name: str) -> None:
         self._entries.move_to_end(name)

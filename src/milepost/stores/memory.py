@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from milepost.errors import StoreError
 from milepost.stores import outcomes as oc
@@ -119,6 +119,13 @@ class MemoryStore(ObjectStore):
     def remove(self, keys: Sequence[bytes], *, deadline_seconds: float) -> int:
         with self._lock:
             return sum(self._forget(key.hex()) for key in keys)
+
+    def _links(self, deadline: Deadline) -> Iterable[tuple[bytes, bytes]]:
+        with self._lock:
+            entries = [(name, self._index.entry(name)) for name in self._objects]
+        return [
+            (bytes.fromhex(name), bytes.fromhex((entry and entry.parent) or "")) for name, entry in entries
+        ]
 
     def close(self) -> None:
         with self._lock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from milepost.errors import StoreError
 from milepost.stores import outcomes as oc
@@ -123,6 +123,27 @@ class ObjectStore(ABC):
         if reason not in self._logged and len(self._logged) < _MAX_WARNINGS:
             self._logged.add(reason)
             logger.warning("%s: %s", self.name, reason)
+
+    def followers(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[bytes]:
+        children: dict[bytes, list[bytes]] = {}
+        for key, parent_key in self._links(Deadline(deadline_seconds, self._clock)):
+            if parent_key:
+                children.setdefault(parent_key, []).append(key)
+        found: dict[bytes, None] = {}
+        left = list(keys)
+        while left:
+            for key in children.pop(left.pop(), ()):
+                found[key] = None
+                left.append(key)
+        return [key for key in found if key not in set(keys)]
+
+    def _links(self, deadline: Deadline) -> Iterable[tuple[bytes, bytes]]:
+        """(key, parent key) of every segment of this identity; nothing if they cannot be listed.
+
+        Raises:
+            StoreError: not in time, or the store failed.
+        """
+        return ()
 
     @abstractmethod
     def _discard(self, key: bytes) -> None:

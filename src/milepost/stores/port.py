@@ -106,6 +106,11 @@ class SegmentStore(Protocol):
         """Forget segments; how many there were."""
         ...
 
+    def followers(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[bytes]:
+        """Keys of the segments that build on these, directly or not; none if the store cannot list what it
+        has. Visits every segment: for removals that people ask for."""
+        ...
+
     def close(self) -> None:
         """Release everything. No call may follow."""
         ...

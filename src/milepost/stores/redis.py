@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -208,6 +208,19 @@ class RedisStore(ObjectStore):
             return 0
         with self._errors():
             return int(self._run(_FORGET, [self.key_of(key) for key in keys], self._client(deadline_seconds)))
+
+    def _links(self, deadline: Deadline) -> Iterable[tuple[bytes, bytes]]:
+        with self._errors():
+            parents = self._client(deadline.remaining_seconds).hgetall(_INDEX[2])
+        pairs = [(name.decode(), parent.decode()) for name, parent in parents.items()]
+        return [(self._key_in(name), self._key_in(parent)) for name, parent in pairs if self._is_mine(name)]
+
+    def _is_mine(self, name: str) -> bool:
+        return name.startswith(self._prefix)
+
+    def _key_in(self, name: str) -> bytes:
+        """Undoes `key_of`; empty for no name."""
+        return bytes.fromhex(name.removeprefix(self._prefix))
 
     def close(self) -> None:
         with self._lock:

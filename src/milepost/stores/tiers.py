@@ -193,7 +193,10 @@ class Tiers:
     def _start(
         self,
         lane: Lane,
-        answer: Answer[Found] | Answer[StoredSegment] | Answer[list[SegmentHeader | None]],
+        answer: Answer[Found]
+        | Answer[StoredSegment]
+        | Answer[list[SegmentHeader | None]]
+        | Answer[list[bytes]],
         work: Callable[[], None],
     ) -> None:
         try:
@@ -297,6 +300,24 @@ class Tiers:
                 if (transfer := self._transfers.get(key)) is not None:
                     transfer.may_promote = False
         return self._writes.remove(list(keys))
+
+    def followers(
+        self, keys: Sequence[bytes], *, deadline_seconds: float
+    ) -> Future[list[list[bytes] | None]]:
+        """Per tier, the keys of the segments there that build on these, as far as it can list them; None for
+        one that did not answer in time."""
+        future: Future[list[list[bytes] | None]] = Future()
+        answer = Answer(future, len(self._stores))
+        deadline = Deadline(deadline_seconds, self._clock)
+        self._timer.after(deadline_seconds, answer.finish)
+
+        def ask(tier: int) -> None:
+            found = self._stores[tier].try_followers(keys, deadline.remaining_seconds)
+            answer.put(tier, found)
+
+        for tier in range(len(self._stores)):
+            self._start(self._find_lane, answer, partial(ask, tier))
+        return future
 
     @property
     def pending_save_bytes(self) -> int:

@@ -16,7 +16,7 @@ from milepost.core.tree import Node
 class LruEvictor(Evictor):
     """Gives up the checkpoint that was used longest ago, whatever it costs or saves."""
 
-    def _record(self, node: Node, now: float) -> SegmentRecord:
+    def _record(self, node: Node, now: float, below: int | None = None) -> SegmentRecord:
         return SegmentRecord(1, 1, reuse_index=node.last_used, is_guess=is_guess(node))
 
     def export_worth(
