@@ -35,12 +35,8 @@ class Lease:
 
     __slots__ = (
         "chain", "conversation", "decode_nodes", "exports", "hit_reason", "is_caching", "lineage",
-<<<<<<< HEAD
-        "marked_units", "newest", "num_hit_units", "page_tables", "pin_seconds", "previous", "replaced",
-=======
-        "marked_units", "newest", "num_hit_units", "on_path", "page_tables", "pin_seconds", "replaced",
->>>>>>> main
-        "retention_priority", "running", "tip",
+        "marked_units", "newest", "num_hit_units", "on_path", "page_tables", "pin_seconds", "previous",
+        "replaced", "retention_priority", "running", "tip",
     )  # fmt: skip
 
     def __init__(self, chain: KeyChain, tip: Node, page_tables: list[list[int]], *, is_caching: bool) -> None:
