@@ -76,7 +76,8 @@ class NamedConversations:
     # -- save and load -------------------------------------------------------------------------
 
     async def save(self, meant: Meant, name: str, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> Saved:
-        """See that the stores have every checkpoint of the prompt's cached path, and remember the name.
+        """See that the stores have the checkpoints of the prompt's cached path that are worth it, the deepest
+        one among them, and remember the name.
 
         At the timeout it ends with what has been saved by then.
 
@@ -124,7 +125,12 @@ class NamedConversations:
 
         def begin(scheduler: Scheduler, now: float) -> int:
             checkpoints = paths.checkpoints_of(paths.cached_path(scheduler.cache, chain))
-            missing = [node for node in checkpoints if node.depth * self._unit not in everywhere]
+            missing = [
+                node
+                for node in checkpoints
+                if node.depth * self._unit not in everywhere
+                and (node is checkpoints[-1] or tiering.is_worth_saving(node))
+            ]
             keys.update(node.key for node in missing)
             tiering.save_again(missing)
             return checkpoints[-1].depth * self._unit if checkpoints else 0
@@ -319,9 +325,6 @@ class NamedConversations:
         def admit(scheduler: Scheduler, now: float) -> None:
             if tiering is not None:
                 tiering.admit(shunned)
-                nodes = map(scheduler.cache.tree.state_nodes.get, dict.fromkeys(shunned))
-                # What requests computed meanwhile was not saved.
-                tiering.save_again(node for node in nodes if node is not None)
 
         try:
             pauses = poll_pauses(until)
