@@ -98,8 +98,8 @@ class NamedConversations:
             (choose_segments(offers, Outlook(0, 0, []), ANY_COST) for offers in stored),
             key=lambda segments: segments[-1].position if segments else 0,
         )
-        if not best and not cached_tokens:
-            raise _nothing_there()
+        if not best and not (cached_tokens and await self._cached_tokens(chain)):
+            raise _nothing_there()  # or forgotten meanwhile
         if not best:
             raise StoresUnavailable("no store took a part of this prompt in time; try again")
         tokens = [max(usable(offers), default=0) for offers in stored]
@@ -368,6 +368,15 @@ class NamedConversations:
             return await asyncio.wrap_future(self._engine.act(change))
 
         return result()
+
+    async def _cached_tokens(self, chain: KeyChain) -> int:
+        """Position of the prompt's deepest checkpoint in the cache."""
+
+        def look(scheduler: Scheduler, now: float) -> int:
+            checkpoints = paths.checkpoints_of(paths.cached_path(scheduler.cache, chain))
+            return checkpoints[-1].depth * self._unit if checkpoints else 0
+
+        return await self._act(look)
 
     def _chain(self, domain: CacheDomain, tokens: array[int]) -> KeyChain:
         """With the keys of all whole units."""

@@ -256,11 +256,11 @@ class Tiering:
 
     def is_saving(self, keys: set[bytes]) -> bool:
         """Whether one of these checkpoints waits to be saved, or is being saved."""
-        return any(key in keys for key in self._saving) or any(n.key in keys for n, _ in self._pending)
+        waiting = (node.key for node, _ in (*self._pending, *self._deferred))
+        return any(key in keys for key in (*self._saving, *waiting))
 
     def shun(self, keys: Sequence[bytes]) -> None:
-        """Neither load nor save these checkpoints until `admit`: they are about to be removed. What is on
-        its way goes on."""
+        """Neither load nor save these until `admit`: they are about to be removed. What began goes on."""
         self._forgetting.update(keys)
 
     def admit(self, keys: Sequence[bytes]) -> None:
