@@ -92,6 +92,7 @@ PLAN: dict[str, tuple[str, ...]] = {
     "core/eviction.py": CACHE,
     "core/admission.py": (
         "tests/core/test_admission_edges.py",
+        "tests/core/test_transfers.py",
         "tests/core/test_admission.py",
         "tests/core/test_scheduler.py",
         "tests/core/test_config.py",

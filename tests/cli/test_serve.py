@@ -117,7 +117,7 @@ def test_sigterm_finishes_what_is_open_and_exits_with_0() -> None:
     assert "Traceback" not in text and "leaked" not in text and "terminate" not in text
 
 
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("kind", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_second_signal_ends_it_at_once(kind: signal.Signals) -> None:
     with serving("--max-model-len", "2048", "--cache-bytes", "64MiB") as (url, lines, process):
         body = {**STREAM, "max_tokens": 2000}

@@ -21,8 +21,12 @@ print("answered", flush=True)
 
 @pytest.mark.parametrize(
     ("ending", "status"),
-    [("", 0), ("raise ValueError('planted')", 1), ("raise SystemExit(3)", 3), ("model.close()", 0)],
-    ids=["end", "exception", "exit", "closed"],
+    [
+        pytest.param("", 0, id="end"),
+        pytest.param("raise ValueError('planted')", 1, id="exception"),
+        pytest.param("raise SystemExit(3)", 3, id="exit", marks=pytest.mark.slow),
+        pytest.param("model.close()", 0, id="closed", marks=pytest.mark.slow),
+    ],
 )
 def test_leaving_with_a_running_engine(ending: str, status: int) -> None:
     done = subprocess.run(

@@ -8,6 +8,7 @@ import threading
 import time
 from array import array
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
@@ -361,6 +362,29 @@ def test_what_others_share_stays_in_memory_and_store(
         assert second.ask(other, 1).reuse.num_cached_tokens == 224
 
 
+def test_what_only_a_store_knows_to_go_on_from_it_goes_too(
+    model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """After a restart nobody has the tokens of answers and later turns; stores know what these build on."""
+    prompt, other = words(1, 100), words(2, 100)
+    fast = Kept(memory_store())
+    with replica(model, tokenizer, fast, file_store(tmp_path)) as first:  # type: ignore[arg-type]
+        answer = first.ask(prompt, 150)
+        first.ask(prompt + answer.tokens + words(3, 80), 40)
+        first.ask(other, 80)
+        Caller(model, first).save("chat", prompt)
+    num_before = len(stored_reasons(tmp_path))
+    with replica(model, tokenizer, fast, file_store(tmp_path)) as second:  # type: ignore[arg-type]
+        gone = Caller(model, second).forget("chat")
+        assert gone.num_checkpoints == 0 and gone.num_segments > 3
+        num_names = -1 + 1  # no manifest, and the index in both its places
+        assert len(stored_reasons(tmp_path)) == num_before - gone.num_segments + num_names
+        assert second.ask(other, 1).reuse.num_cached_tokens == 96
+        assert Caller(model, second).forget(other).num_segments >= 2
+        assert set(stored_reasons(tmp_path)) == {"names"}
+        assert len(fast._store._objects) == 2
+
+
 def test_names_protect_what_they_stand_for_also_where_only_a_store_has_it(
     model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
@@ -559,7 +583,6 @@ def test_while_a_prompt_is_being_removed_nobody_loads_it(model: LoadedModel, tok
             time.sleep(0.001)
         assert there.ask(words(1, 200), 1).reuse.num_cached_tokens == 0
         assert caller.load(words(1, 300)).note.num_tokens == 0
-        there.settle()
         store.gates["remove"].set()
         thread.join(20)
         assert results and results[0].num_segments
@@ -684,6 +707,14 @@ def test_everything_at_once(
         async def meddlers() -> list[int]:
             return await asyncio.gather(*(all_the_time(100 * seed + n) for n in range(4)))
 
+        async def forget_everything() -> None:
+            for number in range(len(prompts)):
+                with suppress(RequestError):
+                    await named.forget(Meant(OPEN, f"chat-{number}"))
+            for _ in range(2):  # what others shared goes with the last of them
+                for prompt in prompts:
+                    await named.forget(Meant(OPEN, None, array("I", prompt)))
+
         thread, results = in_thread(lambda: asyncio.run(meddlers()))
         while thread.is_alive():
             numbers = [rng.randrange(len(prompts)) for _ in range(4)]
@@ -695,3 +726,8 @@ def test_everything_at_once(
         there.engine.fresh_stats().result(10)  # behind all that was asked for before
         assert not there.engine.tiering._forgetting  # type: ignore[union-attr]
         assert all(lookup.done is None for lookup in there.engine.tiering._lookups.values())  # type: ignore[union-attr]
+        if faults == Faults():
+            there.settle()
+            asyncio.run(forget_everything())
+            assert not there.scheduler.cache.tree.index
+            assert set(stored_reasons(tmp_path)) <= {"names"}

@@ -124,10 +124,18 @@ def test_routes_that_concern_everybody_need_the_admin_key(server: Running) -> No
     assert ask(server, ADMIN, prompt="{{admin}}", max_tokens=9, temperature=0).status_code == 200
 
 
+def test_only_an_admin_key_overtakes_others(server: Running) -> None:
+    error = assert_error(ask(server, ALICE, priority=-1), 403, "priority", "--admin-api-key")
+    assert error["code"] == "admin_key_needed"
+    for key, priority in ((ALICE, 0), (ALICE, 5), (ADMIN, -1)):
+        assert ask(server, key, priority=priority).status_code == 200
+
+
 def test_the_only_key_there_is_may_do_everything() -> None:
     single = Access(ServerOptions(api_keys=(ALICE,)))
     headers = Headers({"authorization": f"Bearer {ALICE}"})
-    assert single.check("/reset_prefix_cache", headers).key == ALICE
+    assert single.check("/reset_prefix_cache", headers).is_admin
+    assert Access(ServerOptions()).check("/reset_prefix_cache", Headers()).is_admin
     with pytest.raises(RequestError):
         Access(KEYS).check("/reset_prefix_cache", headers)
 
@@ -267,6 +275,9 @@ def test_a_burst_of_one_key_does_not_hold_up_another(tmp_path) -> None:
     with running_server(tmp_path, server_options=KEYS, max_num_seqs=1) as server:
         ended: list[str] = []
 
+        def num_there() -> int:
+            return len(server.scheduler.requests) + len(server.model.engine._inbox)
+
         def send(key: str, number: int) -> None:
             prompt = f"{key} {number} " + LONG
             assert ask(server, key, prompt=prompt, max_tokens=20, ignore_eos=True).status_code == 200
@@ -275,9 +286,9 @@ def test_a_burst_of_one_key_does_not_hold_up_another(tmp_path) -> None:
         server.worker.gate.clear()
         with ThreadPoolExecutor(9) as pool:
             jobs = [pool.submit(send, ALICE, number) for number in range(8)]
-            wait_for(lambda: len(server.model.engine._inbox) >= 7, "the burst is not there")
+            wait_for(lambda: num_there() == 8, "the burst is not there")
             jobs.append(pool.submit(send, BOB, 0))
-            wait_for(lambda: len(server.model.engine._inbox) >= 8, "the other one is not there")
+            wait_for(lambda: num_there() == 9, "the other one is not there")
             server.worker.gate.set()
             for job in jobs:
                 job.result(30)

@@ -184,7 +184,7 @@ def test_bounded_paths_lose_what_the_counters_say() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_ten_thousand_conversations_in_small_caches() -> None:
     found: Counter[str] = Counter()
     rng = Random(99)

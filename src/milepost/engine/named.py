@@ -76,7 +76,8 @@ class NamedConversations:
     # -- save and load -------------------------------------------------------------------------
 
     async def save(self, meant: Meant, name: str, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> Saved:
-        """See that the stores have every checkpoint of the prompt's cached path, and remember the name.
+        """See that the stores have the checkpoints of the prompt's cached path that are worth it, the deepest
+        one among them, and remember the name.
 
         At the timeout it ends with what has been saved by then.
 
@@ -97,8 +98,8 @@ class NamedConversations:
             (choose_segments(offers, Outlook(0, 0, []), ANY_COST) for offers in stored),
             key=lambda segments: segments[-1].position if segments else 0,
         )
-        if not best and not cached_tokens:
-            raise _nothing_there()
+        if not best and not (cached_tokens and await self._cached_tokens(chain)):
+            raise _nothing_there()  # or forgotten meanwhile
         if not best:
             raise StoresUnavailable("no store took a part of this prompt in time; try again")
         tokens = [max(usable(offers), default=0) for offers in stored]
@@ -124,7 +125,12 @@ class NamedConversations:
 
         def begin(scheduler: Scheduler, now: float) -> int:
             checkpoints = paths.checkpoints_of(paths.cached_path(scheduler.cache, chain))
-            missing = [node for node in checkpoints if node.depth * self._unit not in everywhere]
+            missing = [
+                node
+                for node in checkpoints
+                if node.depth * self._unit not in everywhere
+                and (node is checkpoints[-1] or tiering.is_worth_saving(node))
+            ]
             keys.update(node.key for node in missing)
             tiering.save_again(missing)
             return checkpoints[-1].depth * self._unit if checkpoints else 0
@@ -319,9 +325,6 @@ class NamedConversations:
         def admit(scheduler: Scheduler, now: float) -> None:
             if tiering is not None:
                 tiering.admit(shunned)
-                nodes = map(scheduler.cache.tree.state_nodes.get, dict.fromkeys(shunned))
-                # What requests computed meanwhile was not saved.
-                tiering.save_again(node for node in nodes if node is not None)
 
         try:
             pauses = poll_pauses(until)
@@ -365,6 +368,15 @@ class NamedConversations:
             return await asyncio.wrap_future(self._engine.act(change))
 
         return result()
+
+    async def _cached_tokens(self, chain: KeyChain) -> int:
+        """Position of the prompt's deepest checkpoint in the cache."""
+
+        def look(scheduler: Scheduler, now: float) -> int:
+            checkpoints = paths.checkpoints_of(paths.cached_path(scheduler.cache, chain))
+            return checkpoints[-1].depth * self._unit if checkpoints else 0
+
+        return await self._act(look)
 
     def _chain(self, domain: CacheDomain, tokens: array[int]) -> KeyChain:
         """With the keys of all whole units."""

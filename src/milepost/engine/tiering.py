@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
@@ -25,6 +25,8 @@ from milepost.core.transfers import ANY_COST, Restore, SegmentRecords, TransferC
 from milepost.core.tree import Node
 from milepost.core.units import floor_div
 from milepost.engine import lookups as ended
+from milepost.engine import tiering_limits as limits
+from milepost.engine.known_keys import KnownKeys
 from milepost.engine.lookups import Lookup
 from milepost.engine.messages import EngineError, LoadNote
 from milepost.engine.segments import SegmentCodec
@@ -34,21 +36,6 @@ if TYPE_CHECKING:
     from milepost.stores.tiers import Found, TierCounters, Tiers
 
 log = logging.getLogger("milepost.engine")
-
-INITIAL_SECONDS_PER_TOKEN = 1 / 4000
-"""Until prefill speed was measured: low, so that a load must be clearly worth it."""
-PATIENT_SECONDS_PER_TOKEN = 1.0
-SPEED_SMOOTHING = 0.2
-MIN_MEASURED_TOKENS = 16
-"""Steps with fewer rows say little about prefill."""
-MAX_KNOWN_KEYS = 1 << 18
-SAVING_SHARE = 8
-"""At most a part in so many of the cache is pinned by saves (but always one segment)."""
-SAVES_PER_TURN = 8
-SETTLE_SECONDS = 30.0
-"""Stores end every call long before."""
-MAX_PENDING_SAVES = 4096
-"""Checkpoints that wait for a slow store; the oldest are given up beyond that."""
 
 
 class Tiering:
@@ -81,7 +68,7 @@ class Tiering:
         self._wake = wake
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lookups: dict[int, Lookup] = {}
-        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._known = KnownKeys()
         self._pending: deque[tuple[Node, float]] = deque()
         self._saving: dict[bytes, SegmentRecords] = {}
         self._saving_bytes = 0
@@ -89,11 +76,14 @@ class Tiering:
         self._num_restores = 0
         self._removed: list[bytes] | None = None
         self._forgetting: Counter[bytes] = Counter()
+        self._deferred: list[tuple[Node, float]] = []
         self._always_loads = always_loads
-        self.seconds_per_token = PATIENT_SECONDS_PER_TOKEN if always_loads else INITIAL_SECONDS_PER_TOKEN
+        self.seconds_per_token = (
+            limits.PATIENT_SECONDS_PER_TOKEN if always_loads else limits.INITIAL_SECONDS_PER_TOKEN
+        )
         cache = scheduler.cache
         self._unit = cache.match_unit
-        self._max_saving_bytes = floor_div(cache.memory.budget_bytes, SAVING_SHARE)
+        self._max_saving_bytes = floor_div(cache.memory.budget_bytes, limits.SAVING_SHARE)
         self._decode_interval = cache.config.decode_interval
         self._guess_interval = cache.geometry.default_checkpoint_interval()
         self.outcomes: Counter[str] = Counter()
@@ -179,9 +169,9 @@ class Tiering:
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """Learn what computing a token costs."""
-        if plan.num_tokens >= MIN_MEASURED_TOKENS and not self._always_loads:
+        if plan.num_tokens >= limits.MIN_MEASURED_TOKENS and not self._always_loads:
             measured = seconds / plan.num_tokens
-            self.seconds_per_token += SPEED_SMOOTHING * (measured - self.seconds_per_token)
+            self.seconds_per_token += limits.SPEED_SMOOTHING * (measured - self.seconds_per_token)
 
     def take_note(self, request_id: int) -> LoadNote | None:
         """What became of the lookup of a request that was admitted or has ended."""
@@ -203,14 +193,14 @@ class Tiering:
 
     @property
     def num_pending_saves(self) -> int:
-        return len(self._pending) + len(self._saving)
+        return len(self._pending) + len(self._deferred) + len(self._saving)
 
     def drain(self, timeout_seconds: float) -> bool:
         """Save everything that waits, as long as time is left; whether all is saved."""
         deadline = self._clock() + timeout_seconds
         while True:
             self._apply_events()
-            self._save_some(limit=MAX_PENDING_SAVES)
+            self._save_some(limit=limits.MAX_PENDING_SAVES)
             left = deadline - self._clock()
             if not self._saving and not self._pending:
                 return True
@@ -244,40 +234,50 @@ class Tiering:
         Raises:
             EngineError: a transfer does not end.
         """
-        if not self._settle(SETTLE_SECONDS):
+        if not self._settle(limits.SETTLE_SECONDS):
             raise EngineError("a transfer does not end, so that wrong checkpoints cannot be dropped")
         self._removed = []
         num_dropped = drop()
         keys = [*self._removed, *(request.chain.keys if request.chain is not None else ())]
         self._removed = None
         for key in keys:
-            self._known.pop(key, None)
+            self._known.discard(key)
         self.tiers.remove(list(dict.fromkeys(keys)))
         return num_dropped
 
     def save_again(self, nodes: Iterable[Node]) -> None:
         """Save these checkpoints of a path, in order of position, whatever is known of the stores."""
-        for node in nodes:
-            self._known.pop(node.key, None)
+        wanted = {node.key: node for node in nodes}
+        # What waits already would come before what it builds on.
+        self._pending = deque(entry for entry in self._pending if entry[0].key not in wanted)
+        for node in wanted.values():
+            self._known.discard(node.key)
             self._enqueue(node)
 
     def is_saving(self, keys: set[bytes]) -> bool:
         """Whether one of these checkpoints waits to be saved, or is being saved."""
-        return any(key in keys for key in self._saving) or any(n.key in keys for n, _ in self._pending)
+        waiting = (node.key for node, _ in (*self._pending, *self._deferred))
+        return any(key in keys for key in (*self._saving, *waiting))
 
     def shun(self, keys: Sequence[bytes]) -> None:
-        """Neither load nor save these checkpoints until `admit`: they are about to be removed. What is on
-        its way goes on."""
+        """Neither load nor save these until `admit`: they are about to be removed. What began goes on."""
         self._forgetting.update(keys)
 
     def admit(self, keys: Sequence[bytes]) -> None:
-        """Undo one `shun`."""
+        """Undo one `shun`; what came to be saved meanwhile is saved now."""
         self._forgetting -= Counter(keys)
+        self._pending.extend(self._deferred)
+        self._deferred = []
+
+    def _is_shunned(self, node: Node) -> bool:
+        """Whether a save could take units along that are about to be removed."""
+        above = self._scheduler.cache.tree.ancestors(node)
+        return bool(self._forgetting) and any(each.key in self._forgetting for each in (node, *above))
 
     def remove(self, keys: Sequence[bytes]) -> Future[int]:
         """See `Tiers.remove`."""
         for key in keys:
-            self._known.pop(key, None)
+            self._known.discard(key)
         return self.tiers.remove(keys)
 
     # -- in ------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ class Tiering:
         for index, found in enumerate(done.result()):
             if found is None:
                 if not is_late:
-                    self._known.pop(keys[first + index], None)
+                    self._known.discard(keys[first + index])
                 continue
             stored = self.codec.checkpoint(found.header, keys, first + index + 1)
             if stored is None:
@@ -371,8 +371,8 @@ class Tiering:
         if choose_segments(lookup.offers, outlook, ANY_COST):
             return True
         for found in lookup.found.values():
-            self._known.pop(found.header.key, None)
-            self._known.pop(found.header.parent_key, None)
+            self._known.discard(found.header.key)
+            self._known.discard(found.header.parent_key)
         return False
 
     def _fill(self, lookup: Lookup, restore: Restore, done: Future[list[StoredSegment | None]]) -> None:
@@ -392,7 +392,7 @@ class Tiering:
     def _finish(self, lookup: Lookup, restore: Restore, num_written: int) -> None:
         position = self._transfers.finish(restore, num_written, self._clock())
         for segment in restore.segments[:num_written]:
-            self._know(restore.lease.chain.keys[floor_div(segment.stored.position, self._unit) - 1])
+            self._known.add(restore.lease.chain.keys[floor_div(segment.stored.position, self._unit) - 1])
         lookup.restore = None
         self._num_restores -= 1
         num_tokens = max(0, position - lookup.outlook.hit_position)
@@ -419,13 +419,16 @@ class Tiering:
     # -- out: what the tree tells ----------------------------------------------------------------
 
     def checkpoint_added(self, node: Node) -> None:
+        if self.is_worth_saving(node):
+            self._enqueue(node)
+
+    def is_worth_saving(self, node: Node) -> bool:
         position = node.depth * self._unit
         # Guesses are fine because memory is free; on the way out a state should stand for as many bytes of
         # pages.
         every = {reasons.DECODE: self._decode_interval, reasons.INTERVAL: self._guess_interval}
         interval = every.get(node.reason)
-        if interval is None or (interval and position % interval == 0):
-            self._enqueue(node)
+        return interval is None or bool(interval and position % interval == 0)
 
     def checkpoint_removed(self, node: Node) -> None:
         """A save of what is gone finds out by itself."""
@@ -440,7 +443,7 @@ class Tiering:
         if self._is_stored(node.key):
             return
         self._pending.append((node, self._clock()))
-        if len(self._pending) > MAX_PENDING_SAVES:
+        if len(self._pending) > limits.MAX_PENDING_SAVES:
             self._pending.popleft()
             self.num_unsaved += 1
 
@@ -451,11 +454,14 @@ class Tiering:
     def _may_save(self) -> bool:
         return not self._is_blocked and (not self._saving or self._saving_bytes < self._max_saving_bytes)
 
-    def _save_some(self, limit: int = SAVES_PER_TURN) -> None:
+    def _save_some(self, limit: int = limits.SAVES_PER_TURN) -> None:
         num_begun = 0
         while self._pending and self._may_save() and num_begun < limit:
             node, since = self._pending.popleft()
-            if self._is_stored(node.key) or node.key in self._forgetting:
+            if self._is_stored(node.key):
+                continue
+            if self._is_shunned(node):
+                self._deferred.append((node, since))
                 continue
             records = self._transfers.begin_save(node, self._is_stored)
             if records is None:
@@ -486,15 +492,9 @@ class Tiering:
             # What it builds on was not saved: it is of no use alone.
             self._enqueue(records.node)
         else:
-            self._know(records.key)
+            self._known.add(records.key)
 
     def _unpin(self, records: SegmentRecords, num_bytes: int) -> None:
         del self._saving[records.key]
         self._saving_bytes -= num_bytes
         self._transfers.end_save(records)
-
-    def _know(self, key: bytes) -> None:
-        self._known[key] = None
-        self._known.move_to_end(key)
-        if len(self._known) > MAX_KNOWN_KEYS:
-            self._known.popitem(last=False)

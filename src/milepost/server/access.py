@@ -30,11 +30,13 @@ class Caller:
         key: the API key it came with, checked or not; None = none.
         owner: names whoever pays for it, without giving the key away; "" where keys are not checked.
         is_separate: its cache is its own.
+        is_admin: may do what concerns all callers: it has an admin key, or there is no other caller.
     """
 
     key: str | None = None
     owner: str = ""
     is_separate: bool = False
+    is_admin: bool = True
 
 
 class Access:
@@ -62,22 +64,22 @@ class Access:
         if not self._keys:
             return Caller(key)
         if path in OPEN_PATHS:
-            return Caller()
+            return Caller(is_admin=False)
         if key is None:
             message = "no API key: send it as `Authorization: Bearer KEY`, or as `x-api-key`"
             raise RequestError(None, message, code="invalid_api_key", status=401)
         digest = _digest(key)
         if not _is_among(digest, self._keys):
             raise RequestError(None, "this API key is not known", code="invalid_api_key", status=401)
-        is_admin = _is_among(digest, self._admin)
-        if not is_admin and len(self._keys) > 1 and _concerns_everybody(path):
+        is_admin = _is_among(digest, self._admin) or len(self._keys) == 1
+        if not is_admin and _concerns_everybody(path):
             raise RequestError(
                 None,
                 f"{path} concerns the cache of every API key; it needs one given with --admin-api-key",
                 code="admin_key_needed",
                 status=403,
             )
-        return Caller(key, digest.hex()[:16], self._is_separate)
+        return Caller(key, digest.hex()[:16], self._is_separate, is_admin)
 
 
 def caller_of(request: Request) -> Caller:

@@ -173,6 +173,14 @@ def begin(
         limit = replace(limit, default=model.defaults.max_tokens)
     seed = model.seeds.next() if body.seed is None else body.seed
     caller = caller_of(request)
+    priority = body.priority or 0
+    if priority < 0 and not caller.is_admin:
+        raise RequestError(
+            "priority",
+            "below 0 would overtake other API keys; it needs one given with --admin-api-key",
+            code="admin_key_needed",
+            status=403,
+        )
     domain = cache_domain(body.cache_salt, caller.key, is_separate=caller.is_separate)
     requests: list[GenerationRequest] = []
     choices: list[Choice] = []
@@ -197,7 +205,7 @@ def begin(
                     stop=stop,
                     include_stop_str_in_output=bool(body.include_stop_str_in_output),
                     skip_special_tokens=body.skip_special_tokens is not False,
-                    priority=body.priority or 0,
+                    priority=priority,
                     domain=domain,
                     wanted=prompt.wanted,
                     conversation=body.prompt_cache_key,
