@@ -210,11 +210,13 @@ def state_written_in_place(patch: pytest.MonkeyPatch) -> None:
 def slot_left_behind(patch: pytest.MonkeyPatch) -> None:
     """The slot the verified chunk started from is not given back."""
 
+    take = Lease.take_reserved
+
     def forget(self: Lease) -> list[list[int]]:
         self.previous = None
-        return []
+        return take(self)
 
-    patch.setattr(Lease, "take_previous", forget)
+    patch.setattr(Lease, "take_reserved", forget)
 
 
 def drafts_accepted_unseen(patch: pytest.MonkeyPatch) -> None:

@@ -59,10 +59,11 @@ class Lease:
         self.retention_priority = 0
         self.pin_seconds = 0.0
 
-    def take_previous(self) -> list[list[int]]:
-        """`previous`, if there is one, to be given back; the lease forgets it."""
-        taken = [] if self.previous is None else [self.previous]
-        self.previous = None
+    def take_reserved(self) -> list[list[int]]:
+        """Slots of `exports` and `previous`, to be given back; the lease forgets them."""
+        taken = [slots for slots, _ in self.exports.values()]
+        taken += [] if self.previous is None else [self.previous]
+        self.exports, self.previous = {}, None
         return taken
 
     @property

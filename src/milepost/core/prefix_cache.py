@@ -313,13 +313,11 @@ class PrefixCache:
                 self._settle_export(lease, acknowledged, now)
             if end_reason is not None and end == lease.tip.depth * self.match_unit:
                 self.keep_running(lease, end_reason, now)
-        for position, (slots, reason) in lease.exports.items():
+        for position, (_, reason) in lease.exports.items():
             # Drafts that would have led to a boundary may not have been accepted.
             if position <= end or reason != reasons.DECODE:
                 self._refuse(lease, position, reasons.REFUSED_NOT_WRITTEN, reason)
-            self.give_back_slots(slots)
-        lease.exports = {}
-        for slots in lease.take_previous():
+        for slots in lease.take_reserved():
             self.give_back_slots(slots)
 
     def _settle_export(self, lease: Lease, acknowledged: set[int], now: float) -> None:
@@ -432,10 +430,7 @@ class PrefixCache:
         """
         if processed is not None and processed == lease.tip.depth * self.match_unit:
             self.keep_running(lease, reasons.FINISH, now)
-        for slots, _ in lease.exports.values():
-            self.give_back_slots(slots)
-        lease.exports = {}
-        for slots in lease.take_previous():
+        for slots in lease.take_reserved():
             self.give_back_slots(slots)
         if lease.running is not None:
             self.give_back_slots(lease.running)
