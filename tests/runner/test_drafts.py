@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,9 @@ from milepost.core.plan import SamplingParams
 from milepost.core.request import Request
 from milepost.core.scheduler import Scheduler
 from milepost.errors import WorkerError
+from milepost.models.hybrid import HybridDecoder
 from milepost.models.loading import LoadedModel
+from milepost.runner import worker as worker_module
 from milepost.runner.worker import TorchWorker
 
 UNIT = 16
@@ -204,3 +206,82 @@ def test_a_chunk_with_drafts_cannot_run_in_place(shelf: Shelf) -> None:
     plan.chunks[0].draft_tokens = b"\1\0\0\0"
     with pytest.raises(WorkerError, match="cannot run in place in slot"):
         engine.worker.execute(plan)
+
+
+@pytest.mark.parametrize("name", ["kimi_linear", "qwen3_next"])
+def test_kernels_in_plain_torch(shelf: Shelf, name: str) -> None:
+    """Rows of drafts go token by token there, also where a query of that length would not."""
+    model = shelf.model(name, implementation="reference")
+    plain = Engine(model)
+    plain.converse()
+    drafter = KnownAnswers(plain.tokens, model.vocab_size, 0.2)
+    engine = Engine(model, drafter=drafter, num_drafts=7)
+    engine.converse()
+    assert engine.tokens == plain.tokens
+    assert engine.cached == plain.cached
+    assert 0 < engine.scheduler.cache.counters.num_accepted_draft_tokens
+
+
+def no_replay(patch: pytest.MonkeyPatch) -> None:
+    """The state keeps the rejected rows."""
+    patch.setattr(HybridDecoder, "replay", lambda self, record, kept, index, cache: None)
+
+
+def one_layer_left_out(patch: pytest.MonkeyPatch) -> None:
+    """The state of one layer keeps the rejected rows."""
+    replay = HybridDecoder.replay
+
+    def replay_rest(self: HybridDecoder, *arguments: Any) -> None:
+        layers, self._layers = self._layers, self._layers[1:]
+        replay(self, *arguments)
+        self._layers = layers
+
+    patch.setattr(HybridDecoder, "replay", replay_rest)
+
+
+def one_row_too_many(patch: pytest.MonkeyPatch) -> None:
+    """The first rejected draft is folded in as well."""
+    index = worker_module.replay_index
+
+    def longer(plan: Any, layout: Any, geometry: Any, num_valid: dict[int, int]) -> Any:
+        return index(plan, layout, geometry, {number: count + 1 for number, count in num_valid.items()})
+
+    patch.setattr(worker_module, "replay_index", longer)
+
+
+def positions_of_noise_shifted(patch: pytest.MonkeyPatch) -> None:
+    """Every row is sampled with the noise of the first."""
+    rows = worker_module.sampling_rows
+
+    def shifted(chunk: Any, *rest: Any) -> Any:
+        made = rows(chunk, *rest)
+        for row in made:
+            row.output_position = chunk.output_position
+        return made
+
+    patch.setattr(worker_module, "sampling_rows", shifted)
+
+
+def penalties_without_drafts(patch: pytest.MonkeyPatch) -> None:
+    """Penalties behind a draft do not see it."""
+    patch.setattr("milepost.runner.verify._history_at", lambda history, drafts: history)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [no_replay, one_layer_left_out, one_row_too_many, positions_of_noise_shifted, penalties_without_drafts],
+)
+def test_planted_bugs_change_answers_or_records(
+    shelf: Shelf, plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shelf.model("kimi_linear")
+    plain = Engine(model)
+    plain.converse()
+    plant(monkeypatch)
+    drafter = KnownAnswers(plain.tokens, model.vocab_size, 0.2)
+    engine = Engine(model, drafter=drafter, num_drafts=4)
+    engine.converse()
+    mine, theirs = engine.records(), plain.records()
+    assert engine.tokens != plain.tokens or any(
+        mine[key][1] != theirs[key][1] for key in set(mine) & set(theirs) if mine[key][1] and theirs[key][1]
+    )

@@ -23,6 +23,7 @@ from tests.support.pairwise import Row, pairwise, random_rows, row_id
 
 from milepost.core.plan import ChunkPlan, StateExport
 from milepost.core.request import CacheDomain
+from milepost.sim.drafting import DraftingConfig
 from milepost.sim.fakes import WorkerFaults
 from milepost.sim.spec import Outcome
 from milepost.sim.workload import greedy, seeded
@@ -40,6 +41,7 @@ FACTORS: dict[str, Any] = {
     "groups": ((1, 1), (2, 1), (1, 2), (2, 3), (0, 1)),
     "memory": ("ample", "tight"),
     "outputs": (1, 3, 40),
+    "drafts": (0, 1, 4, 8),
 }
 CASES = pairwise(FACTORS)
 
@@ -100,6 +102,7 @@ class Case:
             cache_bytes=self.budget_bytes(),
             interval=2 * self.shape.export_grid,
             faults=switch.faults(),
+            drafting=DraftingConfig(self.row["drafts"], 0.3, is_ragged=True, seed=self.seed),
         ) as scene:
             prompt = scene.tokens(self.num_tokens)
             sampling = greedy() if self.seed % 2 else seeded(Random(self.seed))

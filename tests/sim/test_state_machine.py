@@ -25,6 +25,7 @@ from milepost.core.geometry import AttentionGroupSpec, CacheGeometry, RecurrentG
 from milepost.core.plan import SamplingParams
 from milepost.core.request import CacheDomain
 from milepost.errors import RequestError
+from milepost.sim.drafting import DraftingConfig
 from milepost.sim.fakes import WorkerFaults
 from milepost.sim.model import FingerprintModel
 from milepost.sim.spec import Outcome, RequestSpec
@@ -76,6 +77,12 @@ class CoreMachine(RuleBasedStateMachine):
         interval_units=st.sampled_from((0, 1, 3)),
         decode_units=st.sampled_from((0, 2)),
         is_faulty=st.booleans(),
+        drafting=st.builds(
+            DraftingConfig,
+            num_draft_tokens=st.sampled_from((0, 1, 3, 8)),
+            error_rate=st.sampled_from((0.0, 0.3, 1.0)),
+            is_ragged=st.booleans(),
+        ),
     )
     def start(
         self,
@@ -86,6 +93,7 @@ class CoreMachine(RuleBasedStateMachine):
         interval_units: int,
         decode_units: int,
         is_faulty: bool,
+        drafting: DraftingConfig,
     ) -> None:
         unit = geometry.match_unit
         max_len = 2 * MAX_UNITS * unit
@@ -107,6 +115,7 @@ class CoreMachine(RuleBasedStateMachine):
                 drops=lambda chunk: self._strikes("dropped"),
             ),
             model=FingerprintModel(vocab_size=3),
+            drafting=drafting,
         )
         self.world.on_end = self._remember
         self.paths: list[array[int]] = []
