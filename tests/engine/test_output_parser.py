@@ -388,6 +388,9 @@ def test_types_of_arguments_without_quotes(
     text = f"<tool_call>\n<function=find>\n{body}</function>\n</tool_call>"
     answer = parsed(formats["qwen3_coder"], marked(formats["qwen3_coder"], tokenizers["qwen"], text))
     assert answer.calls[0].arguments == '{"q": "12", "n": 1, "o": {"a": [1.50]}, "other": "x"}'
+    spaced = text.replace("\n12\n", "\n\n  a \n\n")
+    answer = parsed(formats["qwen3_coder"], marked(formats["qwen3_coder"], tokenizers["qwen"], spaced))
+    assert json.loads(answer.calls[0].arguments)["q"] == "\n  a \n"
     text = text.replace("\n1\n", "\nmany\n")
     answer = parsed(formats["qwen3_coder"], marked(formats["qwen3_coder"], tokenizers["qwen"], text))
     assert json.loads(answer.calls[0].arguments)["n"] == "many"
