@@ -219,3 +219,21 @@ def test_the_largest_request_is_bounded_by_model_and_budget() -> None:
         cache = CacheConfig(num_records * RECORD_BYTES, match_unit=4)
         longest = largest_request_tokens(geometry, cache, SchedulerConfig(max_model_len=limit))
         assert longest == min(limit, 4 * (num_records - 1))
+
+
+def test_nobody_who_was_admitted_is_preempted_while_nothing_is_generated() -> None:
+    """Prompts that share beginnings, with checkpoints to stand on, near the ceiling: `fits` knows it all."""
+    for seed in range(40):
+        rng = random.Random(seed)
+        harness = Harness(num_records=rng.randrange(14, 40), budget=rng.choice([4, 8, 16, 64]))
+        harness.check = lambda: None  # type: ignore[method-assign]
+        trunk = numbered(40, 900)
+        for number in range(rng.randrange(3, 9)):
+            shared = rng.randrange(30)
+            prompt = trunk[:shared] + numbered(rng.randrange(1, 20), number)
+            wanted = [(shared, "history")] if shared > 4 and rng.random() < 0.5 else []
+            harness.add(prompt, wanted=wanted)
+            for _ in range(rng.randrange(3)):
+                harness.step()
+        finish_all(harness)
+        assert sum(request.num_preemptions for request in harness.requests.values()) == 0, seed

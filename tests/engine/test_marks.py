@@ -62,9 +62,21 @@ def test_stop_strings_see_plain_text(ids: list[int], steps: list[int], stops: li
     text = TOKENIZER.decode(ids)
     if not any(stop in text for stop in stops):
         assert plain == text
+        chars = [TABLE.char_by_id[token_id] for token_id in ids if token_id in TABLE.char_by_id]
+        assert [char for char in marked if char in TABLE.char_by_id.values()] == chars
     else:
         assert not any(stop in plain for stop in stops)
         assert text.startswith(plain)
+
+
+def test_a_mark_that_is_held_in_the_middle_is_still_one() -> None:
+    """The stop string may begin inside of it."""
+    ids = [*TOKENIZER.encode_with_control("a<think>b"), *TOKENIZER.encode("c")]
+    for step in (1, 2, 99):
+        plain, marked = run(ids, [step] * 9, ["k>x", "k>bd"], skip=False)
+        assert (plain, marked) == ("a<think>bc", f"a{TABLE.needle('<think>')}bc")
+    plain, marked = run(ids, [1] * 9, ["k>b"], skip=False)
+    assert (plain, marked) == ("a<thin", "a<thin")
 
 
 def test_what_is_no_control_token_is_looked_for_as_text() -> None:

@@ -31,7 +31,7 @@ from tests.engine.replicas import (
 from typer.testing import CliRunner
 
 from milepost.cli.cache import app as cache_commands
-from milepost.core.hashing import CacheDomain
+from milepost.core.hashing import CacheDomain, KeyChain
 from milepost.core.transfers import StoredCheckpoint
 from milepost.engine.explain import ReuseExplainer
 from milepost.engine.manifests import MAX_NAMES, NAME, NAME_REASONS, StoresUnavailable, checked_name
@@ -43,6 +43,7 @@ from milepost.errors import RequestError, StoreError
 from milepost.models.loading import LoadedModel, load_model
 from milepost.stores.faulty import Faults, FaultyStore
 from milepost.stores.folder import LEDGER_NAME
+from milepost.stores.port import SegmentHeader
 from milepost.stores.segment_format import decode
 
 T = TypeVar("T")
@@ -98,10 +99,14 @@ class Caller:
         return [entry.name for entry in run(lambda: self.named.names(self.domain))]
 
 
-def stored_reasons(folder: Path) -> list[str]:
-    """Reasons of all objects in the folder of a file store."""
+def stored_headers(folder: Path) -> list[SegmentHeader]:
+    """Of all objects in the folder of a file store."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != LEDGER_NAME]
-    return sorted(decode(path.read_bytes()).header.reason for path in files)
+    return [decode(path.read_bytes()).header for path in files]
+
+
+def stored_reasons(folder: Path) -> list[str]:
+    return sorted(header.reason for header in stored_headers(folder))
 
 
 # ------------------------------------------------------------------ save, restart, load
@@ -730,4 +735,10 @@ def test_everything_at_once(
             there.settle()
             asyncio.run(forget_everything())
             assert not there.scheduler.cache.tree.index
-            assert set(stored_reasons(tmp_path)) <= {"names"}
+            chains = [KeyChain(array("I", prompt), OPEN, UNIT) for prompt in prompts]
+            keys = {key for chain in chains for key in chain.extend(len(chain.tokens) // UNIT)}
+            left = stored_headers(tmp_path)
+            assert not keys & {header.key for header in left}
+            assert "manifest" not in {header.reason for header in left}
+            # What reaches across the end of a prompt and builds on nothing is known by its own key only.
+            assert {header.start for header in left} <= {0}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from html import escape
 from itertools import count
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine.kimi_tokenizers import write_directory
 from tests.engine.template_shapes import ELEMENTS, REASONING
@@ -144,9 +145,12 @@ texts = st.text(
     alphabet=st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Cn"), exclude_characters="<"),
     max_size=12,
 ).map(lambda text: text.strip())
-values = st.recursive(st.none() | st.booleans() | st.integers() | texts, lambda of: st.lists(of, max_size=2))
+raw_texts = st.text(alphabet='ab \n"\\{}[]<>&\u00e9:', max_size=8)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | texts | raw_texts, lambda of: st.lists(of, max_size=2)
+)
 arguments = st.dictionaries(st.from_regex(r"[a-z]{1,6}", fullmatch=True), values, max_size=3)
-calls = st.lists(st.tuples(st.sampled_from(["find", "open page"]), arguments), max_size=2)
+calls = st.lists(st.tuples(st.sampled_from(["find", "open page", 'a"b&c']), arguments), max_size=2)
 
 
 def written(name: str, reasoning: str, content: str, made: list[tuple[str, dict[str, Any]]]) -> str:
@@ -159,7 +163,8 @@ def written(name: str, reasoning: str, content: str, made: list[tuple[str, dict[
         return content + (f"{K2['all']}{inner}{K2['/all']}" if made else "")
     if name == "kimi_k3":
         inner = "".join(
-            f'<|open|>call tool="{tool}" index="{number}"<|sep|>{_k3_arguments(given)}<|close|>call<|sep|>'
+            f'<|open|>call tool="{escape(tool)}" index="{number}"<|sep|>{_k3_arguments(given)}'
+            "<|close|>call<|sep|>"
             for number, (tool, given) in enumerate(made, 1)
         )
         section = f"<|open|>tools<|sep|>{inner}<|close|>tools<|sep|>" if made else ""
@@ -171,7 +176,7 @@ def written(name: str, reasoning: str, content: str, made: list[tuple[str, dict[
     if name == "hermes":
         inner = "\n".join(
             "<tool_call>\n"
-            f'{{"name": "{tool}", "arguments": {json.dumps(given, ensure_ascii=False)}}}'
+            f'{{"name": {json.dumps(tool)}, "arguments": {json.dumps(given, ensure_ascii=False)}}}'
             "\n</tool_call>"
             for tool, given in made
         )
@@ -205,24 +210,42 @@ def _any_of(given: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@given(reasoning=texts, content=texts, made=calls)
+@pytest.mark.parametrize("are_tokens", [True, False])
+@settings(max_examples=40)
+@given(reasoning=texts, content=texts, made=calls, data=st.data())
 def test_well_formed_answers_are_taken_apart(
     formats: dict[str, OutputFormat],
     tokenizers: dict[str, Tokenizer],
     name: str,
+    are_tokens: bool,
     reasoning: str,
     content: str,
     made: list[tuple[str, dict[str, Any]]],
+    data: st.DataObject,
 ) -> None:
+    """Whatever the cuts; also where the tokenizer has no tokens for the tags. Of an answer that is cut
+    off, the parts begin those of the whole one."""
     made = [(f"{tool}{number}", given) for number, (tool, given) in enumerate(made)]
     tools = [{"function": {"name": tool, "parameters": _any_of(given)}} for tool, given in made] or TOOLS
-    tokenizer = tokenizers[FORMATS[name][2]]
-    prompt = tokenizer.encode_with_control("<|open|>think<|sep|>") if name == "kimi_k3" else ()
-    text = marked(formats[name], tokenizer, written(name, reasoning, content, made))
-    answer = parsed(formats[name], text, prompt=prompt, tools=tools)
+    output_format, tokenizer = formats[name], tokenizers[FORMATS[name][2]]
+    if not are_tokens:
+        tokenizer = tokenizers["kimi_linear" if FORMATS[name][2] != "kimi_linear" else "kimi_k3"]
+        output_format = OutputFormat(tokenizer, *FORMATS[name][:2])
+    prompt = [*range(4), *tokenizer.encode_with_control("<|open|>think<|sep|>" if name == "kimi_k3" else "")]
+    text = written(name, reasoning, content, made)
+    text = marked(output_format, tokenizer, text) if are_tokens else text
+    answer = parsed(output_format, text, prompt=prompt, tools=tools)
     assert answer.reasoning == ("" if name == "kimi_k2" else reasoning)
     assert answer.content == content
     assert [(call.name, json.loads(call.arguments)) for call in answer.calls] == made
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
+    assert parsed(output_format, text, cuts, prompt=prompt, tools=tools) == answer
+    assert parsed(output_format, text, range(len(text)), prompt=prompt, tools=tools) == answer
+    begun = parsed(output_format, text[: data.draw(st.integers(0, len(text)))], prompt=prompt, tools=tools)
+    for call, whole in zip(begun.calls, answer.calls, strict=False):
+        assert whole.name == call.name and whole.arguments.startswith(call.arguments)
+    if begun.calls:
+        assert begun.reasoning == answer.reasoning and begun.content.startswith(content)
 
 
 # ---------------------------------------------------------------- malformed calls are text
@@ -333,6 +356,7 @@ def test_a_thought_that_a_call_ends(formats: dict[str, OutputFormat], tokenizers
     [
         ("x<think>\n", "hm\n</think>\n\nyes", "hm", "yes"),
         ("x<think>", "\nhm\n</think>\n\nyes", "hm", "yes"),
+        ("x<think>\n", "\nhm\n</think>\n\nyes", "\nhm", "yes"),
         ("x<think>\n", "hm", "hm", ""),
         ("x<think>\n\n</think>\n\n", "yes", "", "yes"),
         ("x", "yes", "", "yes"),
@@ -364,6 +388,9 @@ def test_types_of_arguments_without_quotes(
     text = f"<tool_call>\n<function=find>\n{body}</function>\n</tool_call>"
     answer = parsed(formats["qwen3_coder"], marked(formats["qwen3_coder"], tokenizers["qwen"], text))
     assert answer.calls[0].arguments == '{"q": "12", "n": 1, "o": {"a": [1.50]}, "other": "x"}'
+    spaced = text.replace("\n12\n", "\n\n  a \n\n")
+    answer = parsed(formats["qwen3_coder"], marked(formats["qwen3_coder"], tokenizers["qwen"], spaced))
+    assert json.loads(answer.calls[0].arguments)["q"] == "\n  a \n"
     text = text.replace("\n1\n", "\nmany\n")
     answer = parsed(formats["qwen3_coder"], marked(formats["qwen3_coder"], tokenizers["qwen"], text))
     assert json.loads(answer.calls[0].arguments)["n"] == "many"

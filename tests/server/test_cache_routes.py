@@ -168,6 +168,9 @@ def test_messages_and_prompts_mean_what_the_generation_endpoints_make_of_them(ap
     assert pinned["seconds"] == 9.5 and pinned["name"] is None
     # Without the tools it is another prompt from its beginning.
     assert_error(api.post("pin", messages=talk(LONG), seconds=1), 404, None, "nothing of this prompt")
+    answer = api.chat(talk(LONG), reasoning_effort="none")
+    pinned = api.ok("pin", messages=talk(LONG), reasoning_effort="none", seconds=1)
+    assert pinned["pinned_tokens"] == prompt_tokens(answer) // UNIT * UNIT
     ids = [7 + n % 100 for n in range(100)]
     api.complete(ids)
     assert api.ok("pin", prompt=ids, seconds=5)["pinned_tokens"] == 96

@@ -196,6 +196,7 @@ def test_beside_align() -> None:
                 assert sum(entry.milepost.num_cached_tokens) >= sum(entry.align.num_cached_tokens)
                 assert entry.milepost.num_passes <= entry.align.num_passes
                 below[entry.share] += len(entry.below)
+                assert all(request.cause for request in entry.below), "an eviction or refusal explains each"
     print(f"\nrequests below align, of {num_requests} each: {dict(below)}")
     assert below[1.0] == 0
     assert max(below.values()) <= 0.01 * num_requests

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import shutil
 import socket
 import subprocess
@@ -38,6 +39,8 @@ class Server:
         self._folder = folder
         self.port = free_port()
         self.start()
+        # Also if the test that started it fails before it stops it.
+        atexit.register(self.kill)
 
     def start(self) -> None:
         with self._log.open("ab") as log:

@@ -171,6 +171,52 @@ def test_one_probe_at_a_time() -> None:
     assert breaker.admits() and breaker.succeeded() and breaker.admits()
 
 
+def test_a_store_that_came_back_starts_anew() -> None:
+    """The pause of an earlier outage is not remembered, and neither are its failures."""
+    clock = Clock()
+    breaker = Breaker(GuardOptions(failures_to_open=2, open_seconds=1.0), clock)
+    assert not breaker.failed() and breaker.failed()
+    # What was under way when it opened changes nothing any more.
+    assert not breaker.failed() and not breaker.failed()
+    clock.now += 1.0
+    assert breaker.admits() and not breaker.failed()
+    clock.now += 2.0
+    assert breaker.admits() and breaker.succeeded()
+    assert not breaker.failed() and not breaker.is_open and breaker.failed()
+    clock.now += 0.9
+    assert not breaker.admits()
+    clock.now += 0.1
+    assert breaker.admits()
+
+
+def test_an_outage_is_logged_when_it_begins_and_ends(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    inner = ScriptedStore(broken)
+    store = GuardedStore(inner, GuardOptions(failures_to_open=2), clock=clock)
+    assert store.outcomes is inner.outcomes
+    for _ in range(5):
+        store.lookup([KEY], deadline_seconds=SECONDS)
+    inner.before = lambda: None
+    clock.now += 2.0
+    for _ in range(3):
+        store.lookup([KEY], deadline_seconds=SECONDS)
+    messages = [record.message for record in caplog.records]
+    assert len(messages) == 2
+    assert "left alone for a while: lookup: OSError('the cable is out')" in messages[0]
+    assert "answers again" in messages[1]
+
+
+def test_bytes_are_metered_as_they_went() -> None:
+    store = GuardedStore(MemoryStore(IDENTITY, budget_bytes=5000))
+    small, large = segment("small"), segment("large", record_bytes=9000)
+    assert store.save([small, large], deadline_seconds=SECONDS) == [True, False]
+    store.load(keys([small, large]), deadline_seconds=SECONDS)
+    store.lookup(keys([small, large]), deadline_seconds=SECONDS)
+    totals = store.meter.totals()
+    assert totals[oc.SAVE].num_bytes == totals[oc.LOAD].num_bytes == small.header.payload_bytes
+    assert totals[oc.LOOKUP].num_bytes == 0
+
+
 def test_a_short_deadline_says_nothing_about_the_store_unless_all_threads_hang(gate: threading.Event) -> None:
     inner = ScriptedStore(lambda: None if gate.wait(30) else None)
     options = GuardOptions(failures_to_open=1, patience_seconds=0.5, num_threads=2)

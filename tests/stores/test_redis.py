@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from tests.stores.harness import RedisHarness
-from tests.stores.segments import IDENTITY, SECONDS, chain, keys, payload, segment
+from tests.stores.segments import IDENTITY, OTHER_FINGERPRINT, SECONDS, chain, keys, payload, segment
 from tests.stores.services import Server, start_redis
 from tests.stores.test_lru_model import BUDGET_BYTES, LruMachine, MemoryMachine
 
@@ -19,7 +19,7 @@ from milepost.errors import StoreError
 from milepost.stores import outcomes as oc
 from milepost.stores.guard import GuardedStore, GuardOptions
 from milepost.stores.objects import StoreTimeoutError
-from milepost.stores.segment_format import encode_head
+from milepost.stores.segment_format import Identity, encode_head
 
 pytestmark = pytest.mark.service
 
@@ -88,6 +88,22 @@ def test_what_the_server_dropped_is_counted_no_more(redis_server: Server) -> Non
     assert store.remove(keys(segments[:3]), deadline_seconds=SECONDS) == 0
     assert store.used_bytes == 2 * num_bytes
     harness.close()
+
+
+def test_followers_of_this_model_are_found(redis_server: Server) -> None:
+    harness = RedisHarness(redis_server.port)
+    try:
+        mine, foreign = harness.open(), harness.open(Identity(OTHER_FINGERPRINT))
+        trunk = chain("redis trunk", 3)
+        branch = segment("redis branch", parent=trunk[0])
+        assert all(mine.save([*trunk, branch], deadline_seconds=SECONDS))
+        found = mine.followers(keys(trunk[:1]), deadline_seconds=SECONDS)
+        assert set(found) == set(keys([*trunk[1:], branch]))
+        mine.remove(keys(trunk[:1]), deadline_seconds=SECONDS)
+        assert set(mine.followers(keys(trunk[:1]), deadline_seconds=SECONDS)) == set(found)
+        assert foreign.followers(keys(trunk[:1]), deadline_seconds=SECONDS) == []
+    finally:
+        harness.close()
 
 
 def test_other_data_in_the_server_is_left_alone(redis_server: Server) -> None:

@@ -130,10 +130,10 @@ def run_comparison(options: SimOptions, console: Console, status: Console) -> No
             )
     console.print(comparing.table(found), highlight=False, markup=False, soft_wrap=True)
     for entry in found:
-        for label, ours, theirs in entry.below:
+        for label, ours, theirs, cause in entry.below:
             console.print(
                 f"below: {entry.workload} at {100 * entry.share:.0f} %: {label}: "
-                f"Milepost {ours}, align {theirs} tokens",
+                f"Milepost {ours}, align {theirs} tokens; {cause or 'no eviction'}",
                 highlight=False,
                 markup=False,
                 soft_wrap=True,

@@ -23,5 +23,6 @@ class KnownKeys:
         if len(self._keys) > self._max_keys:
             self._keys.popitem(last=False)
 
-    def discard(self, key: bytes) -> None:
-        self._keys.pop(key, None)
+    def discard(self, *keys: bytes) -> None:
+        for key in keys:
+            self._keys.pop(key, None)

@@ -190,16 +190,16 @@ class KimiK3Tools(ArgumentList):
 
     def _in_call(self, is_last: bool) -> bool:
         closing = f"{self._close}call{self._sep}"
-        is_closed = self._starts_with(closing, is_last)
+        is_closed = self._starts_with(closing, False)
         if is_closed:
             self._take(len(closing))
             self._end_call()
             self._read = ""
             self._state = self._between
             return True
-        tag = self._tag(is_last)
-        if tag is _NOT_YET or is_closed is None or (is_last and not self._buffer):
-            return False
+        tag = self._tag(False)
+        if tag is _NOT_YET or is_closed is None:
+            return False  # of an answer that is cut off here, the arguments stay as far as they are
         is_argument = tag.name == "argument" and "key" in tag.attributes and not self._is_json
         if is_argument or (tag.name == "json" and not self._is_json and not self._num_arguments):
             return self._value(tag)

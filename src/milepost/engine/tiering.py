@@ -261,6 +261,7 @@ class Tiering:
 
     def shun(self, keys: Sequence[bytes]) -> None:
         """Neither load nor save these until `admit`: they are about to be removed. What began goes on."""
+        self._known.discard(*keys)
         self._forgetting.update(keys)
 
     def admit(self, keys: Sequence[bytes]) -> None:
@@ -276,8 +277,7 @@ class Tiering:
 
     def remove(self, keys: Sequence[bytes]) -> Future[int]:
         """See `Tiers.remove`."""
-        for key in keys:
-            self._known.discard(key)
+        self._known.discard(*keys)
         return self.tiers.remove(keys)
 
     # -- in ------------------------------------------------------------------------------------

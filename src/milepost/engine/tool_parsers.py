@@ -194,7 +194,8 @@ class KimiK2Tools(ToolParser):
     def _arguments(self, is_last: bool) -> bool:
         position = self._buffer.find(self._end_one)
         if position < 0:
-            kept = 0 if is_last else undecided_suffix(self._buffer, (self._end_one,))
+            # Of an answer that is cut off in the tag, the tag is dropped.
+            kept = undecided_suffix(self._buffer, (self._end_one,))
             self._argue(self._take(len(self._buffer) - kept))
             return False
         self._argue(self._take(position))
@@ -253,8 +254,7 @@ class HermesTools(ToolParser):
         end = self._buffer.find(self._close)
         limit = end
         if end < 0:
-            kept = 0 if is_last else undecided_suffix(self._buffer, (self._close,))
-            limit = len(self._buffer) - kept
+            limit = len(self._buffer) - undecided_suffix(self._buffer, (self._close,))
         for number in range(limit):
             if self._closes(self._buffer[number]):
                 self._argue(self._take(number + 1))

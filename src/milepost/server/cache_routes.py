@@ -48,6 +48,7 @@ class CacheBody(BaseModel):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     prompt: Any = None
     add_special_tokens: bool | None = None
@@ -263,6 +264,7 @@ def _tokens(model: ServingModel, body: CacheBody) -> tuple[array[int], int | Non
         tools=body.tools,
         tool_choice="none" if body.tool_choice == "none" else None,
         chat_template_kwargs=body.chat_template_kwargs,
+        reasoning_effort=body.reasoning_effort,
         add_generation_prompt=body.add_generation_prompt,
         cache_prompt=False,  # no boundaries are looked for
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from milepost.core.units import ceil_div
 from milepost.sim.geometries import ModelShape
@@ -17,6 +18,20 @@ SHARES = (1.0, 0.75, 0.5, 0.25)
 """1.0 stands for an unbounded cache."""
 
 
+class Below(NamedTuple):
+    """A request that reused less than under `align`.
+
+    Attributes:
+        num_cached_tokens: what Milepost reused; num_align_tokens: what `align` did.
+        cause: "move:reason" of the eviction, or refusal, that took what was deeper; "" = there was none.
+    """
+
+    label: str
+    num_cached_tokens: int
+    num_align_tokens: int
+    cause: str
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """One workload at one share of the working set.
@@ -24,8 +39,7 @@ class Comparison:
     Attributes:
         share: of the bytes (Milepost, without `interval` checkpoints) or blocks (align) that the unbounded
             run came to hold.
-        below: (label, tokens Milepost reused, tokens align reused) of every request where Milepost
-            reused less.
+        below: every request where Milepost reused less.
     """
 
     workload: str
@@ -34,7 +48,7 @@ class Comparison:
     num_prompt_tokens: int
     milepost: ReplayResult
     align: ReplayResult
-    below: list[tuple[str, int, int]] = field(default_factory=list)
+    below: list[Below] = field(default_factory=list)
 
 
 def compare(
@@ -81,9 +95,9 @@ def _compared(
     workload: str, share: float, requests: Sequence[ReplayRequest], ours: ReplayResult, theirs: ReplayResult
 ) -> Comparison:
     below = [
-        (request.label, mine, yours)
-        for request, mine, yours in zip(
-            requests, ours.num_cached_tokens, theirs.num_cached_tokens, strict=True
+        Below(request.label, mine, yours, cause)
+        for request, mine, yours, cause in zip(
+            requests, ours.num_cached_tokens, theirs.num_cached_tokens, ours.losses, strict=True
         )
         if mine < yours
     ]

@@ -91,6 +91,7 @@ class ReplayResult:
         num_prompt_tokens, num_cached_tokens, seconds_to_first_token: per request, in order of arrival.
         num_refused: requests the budget cannot hold at all; they count as computed.
         evictions: (move, checkpoint reason) -> count.
+        losses: per request, "move:reason" of the eviction (or refusal) that cost it tokens; "" = none did.
     """
 
     policy: str
@@ -105,6 +106,7 @@ class ReplayResult:
     peak_committed_bytes: int = 0
     num_checkpoints: int = 0
     evictions: dict[tuple[str, str], int] = field(default_factory=dict)
+    losses: list[str] = field(default_factory=list)
     states_by_reason: dict[str, int] = field(default_factory=dict)
 
     def hit_rate(self, first: int = 0) -> float:
@@ -192,6 +194,7 @@ class _Replay:
         result = self.result
         result.num_prompt_tokens.append(entry.num_prompt_tokens)
         result.num_cached_tokens.append(0)
+        result.losses.append("")
         result.seconds_to_first_token.append(0.0)
         if entry.num_prompt_tokens >= self.scheduler.max_model_len:
             result.num_refused += 1
@@ -229,6 +232,8 @@ class _Replay:
         result, number = self.result, update.request_id
         if update.reuse is not None:
             result.num_cached_tokens[number] = update.reuse.num_cached_tokens
+            if update.reuse.eviction is not None:
+                result.losses[number] = ":".join(update.reuse.eviction)
         if update.tokens and not result.seconds_to_first_token[number]:
             result.seconds_to_first_token[number] = self.now - self.requests[number].timestamp
 
