@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-START_SECONDS = 120
+START_SECONDS = 300
 
 
 class KilledServer(Exception):

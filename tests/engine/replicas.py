@@ -48,7 +48,7 @@ class Replica:
         return events
 
     def ask(self, prompt: list[int], max_tokens: int = 4, **options: object) -> Answered:
-        return Answered.of(collect(self.start(prompt, max_tokens, **options))[1])
+        return Answered.of(collect(self.start(prompt, max_tokens, **options), timeout=120)[1])
 
     def abandon(self, prompt: list[int], seconds: float) -> None:
         """Ask for a long answer and leave after a moment."""

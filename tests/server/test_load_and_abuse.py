@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import signal
 import socket
+import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -355,3 +361,64 @@ def test_counts_of_a_request_are_bounded(tmp_path) -> None:
         assert_error(server.post(COMPLETIONS, body), 400, "stop", "4096")
         body = {"prompt": "a", "stop": ["x" * 2000, "y" * 2000], "max_tokens": 1}
         assert server.post(COMPLETIONS, body).status_code == 200
+
+
+def num_threads() -> int:
+    """Without those of the event loop's pool, which has a bound of its own."""
+    return sum(not thread.name.startswith(("uvloop", "asyncio")) for thread in threading.enumerate())
+
+
+@pytest.mark.slow
+def test_a_thousand_connections_leave_no_file_thread_or_request(server: Running) -> None:
+    """Clients that connect, send a part, all, or read a little, and go: by closing or by a reset."""
+    rng = random.Random(7)
+    data = json.dumps({"prompt": LONG, "max_tokens": 30, "stream": True}).encode()
+    whole = head(server, f"Content-Length: {len(data)}") + data
+    server.post(COMPLETIONS, {"prompt": "{{before}}", "temperature": 0})
+    server.wait_idle()
+    before = len(os.listdir("/proc/self/fd")), num_threads()
+
+    def visit(seed: int) -> None:
+        draw = random.Random(seed)
+        with socket.create_connection(address(server), timeout=10) as connection:
+            with suppress(OSError):
+                connection.sendall(whole[: draw.choice([0, 10, len(whole) - 5, len(whole), len(whole)])])
+                connection.settimeout(draw.random() * 0.02 + 0.001)
+                connection.recv(draw.choice([1, 200, 4000]))
+            if draw.random() < 0.3:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(visit, [rng.randrange(1 << 30) for _ in range(1000)]))
+    wait_for(lambda: server.num_open() == 0, "requests of clients that left are still open")
+    server.wait_idle()
+    answer = server.post(COMPLETIONS, {"prompt": "{{served}}", "temperature": 0})
+    assert answer.json()["choices"][0]["text"] == "served"
+    wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before[0] + 2, "files are left open")
+    assert num_threads() == before[1], threading.enumerate()
+
+
+@pytest.mark.slow
+def test_a_stopped_client_process_disturbs_nobody(server: Running) -> None:
+    """kill -STOP in the middle of a stream, others are served, kill -CONT: it reads on to the end."""
+    body = {"prompt": LONG, "max_tokens": 400, "ignore_eos": True, "stream": True, "temperature": 0}
+    script = (
+        "import sys, httpx\n"
+        f"with httpx.stream('POST', {server.url + COMPLETIONS!r}, json={body!r}, timeout=60) as answer:\n"
+        "    for line in answer.iter_lines():\n"
+        "        print(line, flush=True)\n"
+    )
+    server.worker.seconds_per_step = 0.005
+    client = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        assert client.stdout is not None
+        client.stdout.readline()
+        client.send_signal(signal.SIGSTOP)
+        quick = server.post(COMPLETIONS, {"prompt": "{{quick}}", "temperature": 0})
+        assert quick.json()["choices"][0]["text"] == "quick"
+        client.send_signal(signal.SIGCONT)
+        rest, _ = client.communicate(timeout=60)
+    finally:
+        client.kill()
+        server.worker.seconds_per_step = 0.0
+    assert rest.strip().endswith("data: [DONE]") and '"finish_reason":"length"' in rest

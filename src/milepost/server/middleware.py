@@ -91,7 +91,8 @@ class _Body:
         if self._is_complete:
             return await self._receive()
         try:
-            message = await asyncio.wait_for(self._receive(), BODY_PAUSE_SECONDS)
+            async with asyncio.timeout(BODY_PAUSE_SECONDS):
+                message = await self._receive()
         except TimeoutError:
             raise RequestError(
                 None,

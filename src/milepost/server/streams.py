@@ -191,6 +191,7 @@ class EventStream(Response):
         self._format = event_format or OPENAI_EVENTS
         self._sending = asyncio.Lock()
         self._last_sent = 0.0
+        self._is_over = False
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     def init_headers(self, headers: Any = None) -> None:
@@ -233,10 +234,9 @@ class EventStream(Response):
                 await send_part(self._format.encode(last))
         finally:
             await self._events.aclose()
-        if self._format.done:
-            await send_part(self._format.done)
         async with self._sending:
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            self._is_over = True
+            await send({"type": "http.response.body", "body": self._format.done, "more_body": False})
 
     async def _beat(self, send: Send) -> None:
         """Returns when the client has taken nothing for too long. Whoever sends holds the lock."""
@@ -245,10 +245,14 @@ class EventStream(Response):
         while True:
             await asyncio.sleep(self._last_sent + self._heartbeat_seconds - loop.time())
             try:
-                await asyncio.wait_for(self._sending.acquire(), STALL_SECONDS)
+                # Not wait_for: in Python 3.11 it loses a cancellation that comes together with the lock.
+                async with asyncio.timeout(STALL_SECONDS):
+                    await self._sending.acquire()
             except TimeoutError:
                 return
             try:
+                if self._is_over:
+                    return
                 if loop.time() >= self._last_sent + self._heartbeat_seconds:
                     self._last_sent = loop.time()
                     await send({"type": "http.response.body", "body": HEARTBEAT, "more_body": True})

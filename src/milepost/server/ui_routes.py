@@ -1,0 +1,166 @@
+"""`/ui`: a page that shows what the cache holds and why requests hit or miss. No build step, no network.
+
+The page itself says nothing and is open; its data concern every caller and are guarded like the cache
+routes. A probe looks into the caller's own tenant domain only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from array import array
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse
+
+from milepost.core.explain import reuse_report
+from milepost.core.hashing import KeyChain
+from milepost.core.inspection import view_cache, view_requests
+from milepost.core.request import CacheDomain, ReuseReport
+from milepost.core.scheduler import Scheduler
+from milepost.engine.markers import MarkerList
+from milepost.engine.params import checked_token_ids
+from milepost.engine.serving import ServingModel, cache_domain
+from milepost.errors import RequestError
+from milepost.server.access import caller_of
+from milepost.server.conversation import checked_messages, checked_tools
+from milepost.server.docs import json_body
+from milepost.server.generation import Service
+from milepost.server.schema import parse_body
+
+router = APIRouter()
+
+MAX_SHOWN_CHECKPOINTS = 400
+MAX_SHOWN_REQUESTS = 200
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "cache-control": "no-store",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+
+
+class ProbeBody(BaseModel):
+    """A prompt to look up: text or token ids, or a conversation."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompt: str | list[int] | None = None
+    messages: list[Any] | None = None
+    tools: list[Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: str | None = None
+
+
+@lru_cache(maxsize=1)
+def _page() -> str:
+    return (resources.files("milepost") / "assets" / "ui" / "index.html").read_text(encoding="utf-8")
+
+
+@router.get("/ui", include_in_schema=False)
+async def page() -> HTMLResponse:
+    """The page."""
+    return HTMLResponse(await asyncio.to_thread(_page), headers=_HEADERS)
+
+
+@router.get("/ui/state", include_in_schema=False)
+async def state(request: Request) -> JSONResponse:
+    """Everything the page draws, as of between two steps."""
+    service: Service = request.app.state.service
+    model = service.model
+    view = await asyncio.wrap_future(model.engine.look(_view))
+    stats = model.engine.stats()
+    counters = stats.counters
+    view["model"] = {
+        "name": model.name,
+        "exactness": model.exactness,
+        "match_unit": model.cache.match_unit,
+        "max_model_len": model.max_model_len,
+        "checkpoint_bytes": model.geometry.checkpoint_bytes,
+        "unit_bytes": model.geometry.unit_bytes,
+    }
+    view["memory"] = {
+        "budget_bytes": stats.budget_bytes,
+        "used_bytes": stats.used_bytes,
+        "page_bytes": stats.page_bytes,
+        "state_bytes": stats.state_bytes,
+        "running_state_bytes": stats.running_state_bytes,
+    }
+    view["totals"] = {
+        "queried_tokens": counters.num_queried_tokens,
+        "hit_tokens": counters.num_hit_tokens,
+        "requests_by_reason": dict(counters.misses_by_reason),
+        "missed_tokens_by_reason": dict(counters.missed_tokens_by_reason),
+        "evictions": sum(counters.evictions.values()),
+        "restored_checkpoints": counters.num_restored_checkpoints,
+        "states_by_reason": stats.states_by_reason,
+    }
+    return JSONResponse(view, headers={"cache-control": "no-store"})
+
+
+def _view(scheduler: Scheduler, now: float) -> dict[str, Any]:
+    cache = view_cache(scheduler.cache, now, limit=MAX_SHOWN_CHECKPOINTS)
+    requests = view_requests(
+        scheduler.requests, scheduler.siblings, scheduler.transfers, limit=MAX_SHOWN_REQUESTS
+    )
+    return {"cache": dataclasses.asdict(cache), "requests": [dataclasses.asdict(r) for r in requests]}
+
+
+@router.post("/ui/probe", include_in_schema=False, openapi_extra=json_body(ProbeBody))
+async def probe(request: Request) -> JSONResponse:
+    """Where a prompt would hit in the caller's own domain now, and why not further. Changes nothing."""
+    service: Service = request.app.state.service
+    body = await parse_body(ProbeBody, request)
+    caller = caller_of(request)
+    domain = cache_domain(body.cache_salt, caller.key, is_separate=caller.is_separate)
+    tokens = await asyncio.to_thread(_tokens, service.model, body)
+
+    def look(scheduler: Scheduler, now: float) -> ReuseReport:
+        return _report(scheduler, tokens, domain)
+
+    report = await asyncio.wrap_future(service.model.engine.look(look))
+    text = service.model.tokenizer.decode
+    reused = report.num_cached_tokens
+    around = report.divergence_position if report.divergence_position is not None else reused
+    return JSONResponse(
+        {
+            **dataclasses.asdict(report),
+            "reused_text": text(tokens[:reused].tolist())[-400:],
+            "next_text": text(tokens[reused : reused + 40].tolist()),
+            "divergence_text": text(tokens[max(0, around - 10) : around + 20].tolist()),
+        },
+        headers={"cache-control": "no-store"},
+    )
+
+
+def _report(scheduler: Scheduler, tokens: array[int], domain: CacheDomain) -> ReuseReport:
+    cache = scheduler.cache
+    chain = KeyChain(tokens, domain, cache.match_unit)
+    return reuse_report(cache, cache.match(chain, len(tokens)), chain, len(tokens))
+
+
+def _tokens(model: ServingModel, body: ProbeBody) -> array[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("prompt", "give either `prompt` or `messages`")
+    if body.messages is not None:
+        rendered = model.chat.render(
+            checked_messages(body.messages, MarkerList()),
+            checked_tools(body.tools, MarkerList()),
+            variables=body.chat_template_kwargs,
+            find_boundaries=False,
+            max_model_len=model.max_model_len,
+        )
+        tokens = rendered.token_ids
+    elif isinstance(body.prompt, str):
+        tokens = model.encode_prompt(body.prompt)
+    else:
+        tokens = array("I", checked_token_ids("prompt", body.prompt or [], model.vocab_size))
+    if not tokens:
+        raise RequestError("prompt", "is empty")
+    return tokens
