@@ -17,7 +17,6 @@ from milepost.core.plan import SamplingParams
 from milepost.core.scheduler import Scheduler
 from milepost.engine.audit import AuditConfig
 from milepost.engine.engine import Engine
-from milepost.engine.observer import Observer
 from milepost.engine.messages import (
     Accepted,
     EngineEvent,
@@ -27,6 +26,7 @@ from milepost.engine.messages import (
     OutputDelta,
     ReuseExplanation,
 )
+from milepost.engine.observer import Observer
 from milepost.engine.tokenizer import Tokenizer
 
 
