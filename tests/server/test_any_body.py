@@ -22,7 +22,11 @@ WORDS = [
 ]  # fmt: skip
 words = st.sampled_from(WORDS)
 values = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 300) | st.floats(allow_nan=False, allow_infinity=False, width=32) | words,
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 300)
+    | st.floats(allow_nan=False, allow_infinity=False, width=32)
+    | words,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=4),
     max_leaves=12,
 )
