@@ -115,9 +115,12 @@ class Evictor:
         )
         return eviction_rank(record)
 
-    def pass_by(self, node: Node | None) -> None:
-        """A deeper checkpoint was made on the path through `node`."""
-        if node is not None and node.states is not None and not node.is_passed:
+    def pass_by(self, node: Node | None, conversation: tuple[bytes, str] | None) -> None:
+        """A request of `conversation` made a deeper checkpoint on the path through `node`. Where another
+        conversation is to go on, a side request that went further changes nothing."""
+        if node is None or node.conversation not in (None, conversation):
+            return
+        if node.states is not None and not node.is_passed:
             node.is_passed = True
             self.reuse.reclassify(node.key, self.reuse_class(node))
             self.reconsider(node)
@@ -291,6 +294,11 @@ class Evictor:
             self._remove_unit(current, move, reason)
             num_units += 1
             current = parent
+        if current is not None and current.is_passed and not current.children:
+            # Nothing goes on behind it any more: this is where its conversation resumes.
+            current.is_passed = False
+            self.reuse.reclassify(current.key, self.reuse_class(current))
+            self.reconsider(current)
         if move == "stranded":
             self.counters.evictions[move, reason] += 1
         self.counters.evicted_bytes += num_units * self._unit_bytes

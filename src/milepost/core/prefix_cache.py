@@ -395,7 +395,7 @@ class PrefixCache:
         node.pinned_until = now + lease.pin_seconds if is_marked else 0.0
         self.counters.checkpoints_by_reason[reason] += 1
         if reason != reasons.INTERVAL:
-            self.evictor.pass_by(lease.newest)
+            self.evictor.pass_by(lease.newest, lease.conversation)
             lease.newest = node
         if reason == reasons.DECODE:
             lease.decode_nodes.append(node)
