@@ -11,7 +11,7 @@ from milepost.engine.markers import Marker, MarkerList
 from milepost.errors import RequestError
 from milepost.server.chat_run import Conversation
 from milepost.server.conversation import MAX_MESSAGES, MAX_TOOLS, check_count
-from milepost.server.schema import ChatBody, thinking_variables, warn_unknown
+from milepost.server.schema import ChatBody, check_unknown_fields, thinking_variables
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": ()}
 """Fields that would change the answer and are not implemented -> values that ask for nothing."""
@@ -59,14 +59,7 @@ class MessagesBody(BaseModel):
         Raises:
             RequestError: names the field.
         """
-        for name, value in (self.model_extra or {}).items():
-            if value is None or name in HARMLESS:
-                continue
-            if name in UNSUPPORTED:
-                if value not in UNSUPPORTED[name]:
-                    raise _unsupported(name)
-            else:
-                warn_unknown(name)
+        check_unknown_fields(self.model_extra, HARMLESS, UNSUPPORTED)
 
 
 def chat_body(body: MessagesBody) -> ChatBody:
@@ -303,7 +296,3 @@ def _response_format(config: Any) -> Any:
     if not isinstance(form.get("schema"), dict):
         raise RequestError("output_config.format.schema", "must be a JSON schema")
     return {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
-
-
-def _unsupported(name: str) -> RequestError:
-    return RequestError(name, f"`{name}` is not supported by this server", code="unsupported_field")

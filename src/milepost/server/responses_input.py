@@ -13,7 +13,7 @@ from milepost.engine.markers import MarkerList
 from milepost.errors import RequestError
 from milepost.server.chat_run import Conversation
 from milepost.server.conversation import checked_messages, checked_tools
-from milepost.server.schema import ChatBody, warn_unknown
+from milepost.server.schema import ChatBody, check_unknown_fields
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "background": (False,),
@@ -68,18 +68,11 @@ class ResponsesBody(BaseModel):
         Raises:
             RequestError: names the field.
         """
-        for name, value in (self.model_extra or {}).items():
-            if value is None or name in HARMLESS:
-                continue
-            if name not in UNSUPPORTED:
-                warn_unknown(name)
-            elif value not in UNSUPPORTED[name]:
-                hint = " and keeps no responses: send the whole conversation in `input`"
-                raise RequestError(
-                    name,
-                    f"`{name}` is not supported by this server" + (hint if "response" in name else ""),
-                    code="unsupported_field",
-                )
+        check_unknown_fields(self.model_extra, HARMLESS, UNSUPPORTED, _hint)
+
+
+def _hint(name: str) -> str:
+    return " and keeps no responses: send the whole conversation in `input`" if "response" in name else ""
 
 
 def chat_body(body: ResponsesBody) -> ChatBody:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Container, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -55,6 +56,31 @@ MAX_CACHE_PRIORITY = 4
 MAX_WARNED_FIELDS = 256
 """Unknown names that are remembered, so that each is logged once; clients choose them, so not more."""
 _warned: set[str] = set()
+
+
+def check_unknown_fields(
+    fields: Mapping[str, Any] | None,
+    harmless: Container[str],
+    unsupported: Mapping[str, Container[Any]],
+    hint: Callable[[str], str] = lambda name: "",
+) -> None:
+    """Fields a body has beyond those that are known: refused if they would change the answer, else logged.
+
+    Args:
+        unsupported: field -> the values that mean what is done anyway.
+        hint: what to say about a refused field besides that it is.
+
+    Raises:
+        RequestError: names the field.
+    """
+    for name, value in (fields or {}).items():
+        if value is None or name in harmless:
+            continue
+        if name not in unsupported:
+            warn_unknown(name)
+        elif value not in unsupported[name]:
+            message = f"`{name}` is not supported by this server{hint(name)}"
+            raise RequestError(name, message, code="unsupported_field")
 
 
 def warn_unknown(name: str) -> None:
@@ -121,16 +147,7 @@ class Body(BaseModel):
         Raises:
             RequestError: names the field.
         """
-        for name, value in (self.model_extra or {}).items():
-            if value is None or name in HARMLESS:
-                continue
-            if name in UNSUPPORTED:
-                if value not in UNSUPPORTED[name]:
-                    raise RequestError(
-                        name, f"`{name}` is not supported by this server", code="unsupported_field"
-                    )
-            else:
-                warn_unknown(name)
+        check_unknown_fields(self.model_extra, HARMLESS, UNSUPPORTED)
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options", "is only allowed together with `stream: true`")
         if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= MAX_CACHE_SALT_CHARS:
