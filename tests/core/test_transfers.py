@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.core.harness import Harness, make_geometry, numbered
 
+from milepost.core.admission import fits
+from milepost.core.request import Request
 from milepost.core.transfers import (
     Outlook,
     Restore,
@@ -356,3 +358,32 @@ def test_an_aborted_request_is_not_held_any_more() -> None:
     harness.scheduler.abort(held)
     harness.check()
     assert harness.scheduler.transfers.num_held == 0
+
+
+def test_admission_counts_what_a_load_in_progress_holds() -> None:
+    """In some budgets a request fits beside those that run, but not beside a load as well."""
+    differ = 0
+    for num_records in range(24, 60):
+        _, second, shelf = two_replicas(1, 1, num_records=num_records)
+        second.add(numbered(30, 4), 4)
+        second.step()
+        loading = second.add(numbered(40) + [7])
+        second.scheduler.transfers.hold(loading)
+        restore = shelf.begin(second, loading)
+        if restore is None:
+            continue
+        newcomer = second.requests[second.add(numbered(24, 5))]
+        scheduler = second.scheduler
+
+        def admits(harness: Harness = second, request: Request = newcomer) -> bool:
+            chain = request.chain
+            assert chain is not None
+            match = harness.cache.match(chain, request.num_tokens)
+            return fits(harness.cache, request, match, harness.scheduler.running, harness.scheduler.transfers)
+
+        beside_the_load = admits()
+        scheduler.transfers.cancel(restore, second.now)
+        alone = admits()
+        assert alone or not beside_the_load
+        differ += alone and not beside_the_load
+    assert differ > 3
