@@ -42,6 +42,12 @@ def test_addresses_say_kind_place_and_size() -> None:
         ("redis:///0", "needs a host"),
         ("mooncake://?bytes=1GiB", "needs a host"),
         ("mooncake://h?replica=2", "did you mean 'replicas'"),
+        ("redis://[::1", "host and port"),
+        ("redis://host:abc/0", "1 to 65535"),
+        ("mooncake://host:99999", "1 to 65535"),
+        ("redis://host:0", "1 to 65535"),
+        ("redis://host:6379/first", "number of a database"),
+        ("memory://cache", "has a place"),
     ],
 )
 def test_a_wrong_address_is_explained(text: str, message: str) -> None:
@@ -64,9 +70,12 @@ def test_a_pool_needs_no_memory_of_ours() -> None:
     assert (address.kind, address.budget_bytes, address.options["ssd"]) == ("mooncake", 0, "/var/cache/pool")
 
 
-def test_a_password_is_not_repeated_in_a_message() -> None:
+@pytest.mark.parametrize(
+    "text", ["radis://user:hunter2@host", "redis://user:hunter2/3@host/0", "redis://user:12/hunter2@host"]
+)
+def test_a_password_is_not_repeated_in_a_message(text: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        parse_address("radis://user:hunter2@host")
+        parse_address(text)
     assert "hunter2" not in str(raised.value)
 
 
@@ -89,7 +98,7 @@ def test_stores_are_opened_in_order(tmp_path: Path) -> None:
 def test_a_store_that_cannot_be_opened_closes_the_others(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     addresses = parse_addresses(["memory://", f"file://{tmp_path}/taken"])
-    with pytest.raises(StoreError):
+    with pytest.raises(StoreError, match="store file: .*taken"):
         open_stores(addresses, IDENTITY)
 
 

@@ -61,7 +61,16 @@ def parse_address(text: str) -> StoreAddress:
         ConfigError: an unknown scheme or option (the nearest one is named), a missing path or host, or a size
             that is none.
     """
-    parts = urlsplit(text)
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:
+        # What is not read as a host may be a password: no part of it is repeated.
+        raise ConfigError(
+            OPTION,
+            "an address has no host and port that can be read; ports are 1 to 65535, IPv6 hosts stand in [], "
+            "and a password's / @ : are written %2F %40 %3A",
+        ) from None
     kind = ALIASES.get(parts.scheme, parts.scheme)
     if kind not in _OPENERS:
         raise ConfigError(
@@ -82,6 +91,16 @@ def parse_address(text: str) -> StoreAddress:
         raise ConfigError(OPTION, f"{text!r} needs an absolute path, like file:///var/cache/milepost")
     if kind in NETWORK_KINDS and not parts.hostname:
         raise ConfigError(OPTION, f"{_shown(text)!r} needs a host, like {kind}://127.0.0.1")
+    if port == 0:
+        raise ConfigError(OPTION, f"{_shown(text)!r} needs a port from 1 to 65535")
+    if kind == "redis" and not (path.strip("/").isdecimal() or path in ("", "/")):
+        raise ConfigError(
+            OPTION, "redis:// ends with the number of a database, like redis://127.0.0.1:6379/0"
+        )
+    if kind == "memory" and (parts.netloc or path):
+        raise ConfigError(
+            OPTION, f"{text!r} has a place; memory:// takes options only, like memory://?bytes=8GiB"
+        )
     size = options.pop("bytes", None)
     budget_bytes = parse_size(size, OPTION) if size is not None else DEFAULT_BYTES.get(kind)
     # A client of a Mooncake pool need not give it memory.
@@ -109,7 +128,10 @@ def open_stores(addresses: Sequence[StoreAddress], identity: Identity) -> list[S
     stores: list[SegmentStore] = []
     try:
         for address in addresses:
-            stores.append(_OPENERS[address.kind](address, identity))
+            try:
+                stores.append(_OPENERS[address.kind](address, identity))
+            except StoreError as error:
+                raise StoreError(f"store {address.name}: {error}") from error
     except BaseException:
         for store in stores:
             store.close()
