@@ -135,6 +135,27 @@ def test_a_master_that_dies_is_found_again(server: Server) -> None:
     store.close()
 
 
+def test_calls_to_a_master_that_died_end_at_once(server: Server) -> None:
+    """Mooncake itself takes more than four seconds for each."""
+    store = MooncakeStore(connect(server), IDENTITY)
+    segments = chain("gone", 2)
+    assert store.save(segments, deadline_seconds=SECONDS) == [True] * 2
+    server.kill()
+    begin = time.monotonic()
+    for _ in range(3):
+        with pytest.raises(StoreError, match="is gone"):
+            store.lookup(keys(segments), deadline_seconds=SECONDS)
+        with pytest.raises(StoreError, match="is gone"):
+            store.load(keys(segments), deadline_seconds=SECONDS)
+        with pytest.raises(StoreError, match="is gone"):
+            store.save(segments, deadline_seconds=SECONDS)
+        with pytest.raises(StoreError, match="is gone"):
+            store.remove(keys(segments), deadline_seconds=SECONDS)
+    assert time.monotonic() - begin < 2
+    server.start()
+    store.close()
+
+
 def test_a_hanging_master_costs_the_deadline_and_stops_no_other_thread(server: Server) -> None:
     store = GuardedStore(MooncakeStore(connect(server), IDENTITY))
     segments = chain("hanging", 2)

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.stores.services import own_network
 
 pytestmark = pytest.mark.service
 
@@ -19,19 +20,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 
 
-def own_network() -> list[str]:
-    """A prefix that runs a command where only loopback exists; empty where that is not allowed."""
-    for flags in ("-n", "-rn"):
-        command = ["unshare", flags, "bash", "-c", 'ip link set lo up && exec "$@"', "bash"]
-        try:
-            if subprocess.run([*command, "true"], capture_output=True, timeout=20).returncode == 0:
-                return command
-        except (OSError, subprocess.TimeoutExpired):
-            continue
-    return []
-
-
-DEATHS = "death or dies or hanging or without_a_master"
+DEATHS = "death or died or dies or hanging or without_a_master"
 
 
 @pytest.mark.parametrize(

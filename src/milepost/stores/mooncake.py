@@ -150,6 +150,7 @@ class MooncakeStore(ObjectStore):
             offsets = [[index * HEAD_UNIT_BYTES] for index in range(len(keys))]
             codes = _read_ranges(client, region, names, offsets, HEAD_UNIT_BYTES)
             if _RPC_FAILED in codes:
+                self._connection.check_master()
                 # So it is for objects that are on a disk of the pool only, too.
                 _raise_if_unreachable(client.batch_is_exist(names))
             for index, (key, code) in enumerate(zip(keys, codes, strict=True)):

@@ -16,6 +16,7 @@ from typing import Any
 
 from milepost.errors import StoreError
 from milepost.stores.buffers import address_of, new_buffer
+from milepost.stores.master_watch import MasterWatch
 from milepost.stores.objects import Clock, Deadline, StoreTimeoutError
 from milepost.stores.segment_format import HEAD_UNIT_BYTES
 
@@ -92,7 +93,8 @@ class MooncakeConnection:
     """One client of the pool, with its registered memory.
 
     Connecting blocks the whole interpreter for 90 seconds where no master answers, so a child process tries
-    it first. A master that is not there is looked for again in the background.
+    it first. A master that is not there is looked for again in the background. A call to a master that died
+    takes four seconds and more, so nothing is called while it is not there.
     """
 
     def __init__(self, options: MooncakeOptions, clock: Clock = time.monotonic) -> None:
@@ -104,6 +106,7 @@ class MooncakeConnection:
         self._client: Any = None
         self._closed = False
         self._host = options.host or _address_facing(options.master)
+        self._watch = MasterWatch(options.master, clock)
         self._prepare_environment()
         # Before anything is connected: a missing package is an error at start.
         from mooncake import store
@@ -135,7 +138,7 @@ class MooncakeConnection:
         """The client, which is not closed before the caller is done.
 
         Raises:
-            StoreError: not connected at present.
+            StoreError: not connected at present, or the master died.
         """
         with self._condition:
             if self._client is None:
@@ -146,11 +149,19 @@ class MooncakeConnection:
             client = self._client
             self._num_users += 1
         try:
+            self.check_master()
             yield client
         finally:
             with self._condition:
                 self._num_users -= 1
                 self._condition.notify_all()
+
+    def check_master(self) -> None:
+        """Raises:
+        StoreError: the master is not there.
+        """
+        if not self._watch.is_there():
+            raise StoreError(f"the Mooncake master at {self.options.master} is gone")
 
     def _connect(self) -> None:
         if not self._master_answers():
@@ -220,6 +231,7 @@ class MooncakeConnection:
             self._closed = True
             client, self._client = self._client, None
             is_idle = self._condition.wait_for(lambda: not self._num_users, _CLOSE_SECONDS)
+        self._watch.close()
         if client is not None and is_idle:
             client.close()
         elif client is not None:
