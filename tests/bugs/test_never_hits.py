@@ -267,7 +267,7 @@ def test_every_multiple_of_the_interval_is_stored(shape: Shape, parts: float, mu
 
 @pytest.mark.parametrize("num_tokens", [9890, 4096 * 7 + 5])
 def test_the_reported_sizes_at_an_interval_of_4096(num_tokens: int) -> None:
-    with Scene(Shape(unit=64, step_tokens=2048), interval=8192) as scene:
+    with Scene(Shape(unit=64, step_tokens=2048), interval=4096) as scene:
         prompt = scene.tokens(num_tokens)
         scene.send(prompt)
         positions = set(scene.state_positions(prompt))

@@ -173,15 +173,21 @@ def test_a_stop_string_inside_accepted_drafts_ends_the_answer(
     assert got[-1].stop_reason == stop[0]
 
 
-def test_acceptance_is_counted_and_explained(
-    drafting: ServingModel, caplog: pytest.LogCaptureFixture
-) -> None:
-    before = drafting.engine.fresh_stats().result().counters
-    with caplog.at_level(logging.INFO, "milepost.request"):
-        parts = deltas(drafting, SamplingParams(temperature=0.0))
-    after = drafting.engine.fresh_stats().result().counters
-    num_drafts = after.num_draft_tokens - before.num_draft_tokens
-    num_accepted = after.num_accepted_draft_tokens - before.num_accepted_draft_tokens
+def test_acceptance_is_counted_and_explained(caplog: pytest.LogCaptureFixture) -> None:
+    model = load(SpeculativeConfig("ngram", 4, 1, 4))
+    try:
+        for _ in range(50):  # whether a draft pays is measured, and a busy machine may say no for a while
+            caplog.clear()
+            before = model.engine.fresh_stats().result().counters
+            with caplog.at_level(logging.INFO, "milepost.request"):
+                parts = deltas(model, SamplingParams(temperature=0.0))
+            after = model.engine.fresh_stats().result().counters
+            num_drafts = after.num_draft_tokens - before.num_draft_tokens
+            num_accepted = after.num_accepted_draft_tokens - before.num_accepted_draft_tokens
+            if num_accepted:
+                break
+    finally:
+        model.close()
     assert num_drafts >= num_accepted > 0
     assert sum(after.accepted_drafts_by_position.values()) == after.num_accepted_draft_tokens
     line = caplog.records[-1].getMessage()

@@ -263,10 +263,22 @@ class Evictor:
 
     def _evict(self, node: Node) -> None:
         reason = node.reason
-        move = "merge" if node.children else "drop"
-        self._free_state(node, move)
-        if move == "drop":
-            self._drop_tail(node, move, reason)
+        if node.children:
+            self._hand_down(node)
+            self._free_state(node, "merge")
+        else:
+            self._free_state(node, "drop")
+            self._drop_tail(node, "drop", reason)
+
+    def _hand_down(self, node: Node) -> None:
+        """Whoever would have started at `node` starts at the checkpoint below it from now on."""
+        below = self.tree.ancestor_with_state(node)
+        if below is None or is_guess(node) or node.num_hits <= below.num_hits:
+            return
+        below.num_hits, below.is_passed = node.num_hits, node.is_passed
+        below.last_used = max(below.last_used, node.last_used)
+        self.reuse.reclassify(below.key, self.reuse_class(below))
+        self.reconsider(below)
 
     def _free_state(self, node: Node, move: str) -> None:
         reason = node.reason

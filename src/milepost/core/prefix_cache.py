@@ -162,7 +162,7 @@ class PrefixCache:
             lease.lineage = max(lease.lineage, 1)
         if tip.is_root:
             return
-        tip.last_used = now
+        tip.last_used, tip.is_passed = now, False
         tip.num_hits += 1
         lease.newest = tip if tip.states is not None else None
         if tip.states is not None:
