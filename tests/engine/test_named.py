@@ -33,6 +33,7 @@ from typer.testing import CliRunner
 from milepost.cli.cache import app as cache_commands
 from milepost.core.hashing import CacheDomain, KeyChain
 from milepost.core.transfers import StoredCheckpoint
+from milepost.engine import manifests
 from milepost.engine.explain import ReuseExplainer
 from milepost.engine.manifests import MAX_NAMES, NAME, NAME_REASONS, StoresUnavailable, checked_name
 from milepost.engine.named import NamedConversations, common_prefix, usable
@@ -287,7 +288,7 @@ def test_names_that_are_none(name: str) -> None:
 def test_there_is_a_bound_on_names(
     model: LoadedModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("milepost.engine.manifests.MAX_NAMES", 3)
+    monkeypatch.setattr(manifests, "MAX_NAMES", 3)
     assert MAX_NAMES == 1024
     with replica(model, tokenizer, memory_store()) as there:
         caller = Caller(model, there)

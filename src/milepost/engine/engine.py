@@ -33,7 +33,6 @@ from milepost.engine.load import QueueLimit
 from milepost.engine.messages import (
     Accepted,
     EngineError,
-    EngineOverloaded,
     EngineStopped,
     Failed,
     GenerationRequest,
@@ -70,7 +69,7 @@ class Engine:
         clock: seconds, monotonic; tests pass their own.
         observers: see `Observer`.
         audit: which hits are recomputed and compared; by default none.
-        max_queued_requests: further ones are refused with `EngineOverloaded`; None = all wait.
+        max_queued_requests: further ones are refused, see `QueueLimit`; None = all wait.
     """
 
     def __init__(
@@ -139,6 +138,14 @@ class Engine:
     @property
     def is_healthy(self) -> bool:
         return self.failure is None and self._thread is not None and self._thread.is_alive()
+
+    def check_room(self, num_preparing: int) -> None:
+        """Whether a request that came now would be taken, after `num_preparing` that are not here yet.
+
+        Raises:
+            EngineOverloaded: too many wait already.
+        """
+        self._limit.check(self._clock(), num_preparing)
 
     def submit(self, request: GenerationRequest, sink: Sink) -> int:
         """Hand in a request; `sink` hears `Accepted`, then deltas, or `Failed` at any point."""
@@ -333,13 +340,8 @@ class Engine:
         return result
 
     def _add(self, request_id: int, request: GenerationRequest, sink: Sink, submitted_at: float) -> None:
-        scheduler = self._scheduler
-        if self._limit.is_full(scheduler.num_running, scheduler.num_waiting):
-            retry_after = self._limit.retry_after_seconds(scheduler.num_waiting, self._clock())
-            message = f"{scheduler.num_waiting} requests wait already; try again in {retry_after} s"
-            sink(Failed(EngineOverloaded(message, retry_after)))
-            return
         try:
+            self._limit.check(self._clock())
             self._scheduler.add(
                 Request(
                     request_id,
@@ -367,7 +369,7 @@ class Engine:
             sink(Failed(error))
             return
         if self._tiering is not None:
-            self._tiering.consider(scheduler.requests[request_id])
+            self._tiering.consider(self._scheduler.requests[request_id])
         self._answers[request_id] = Answer(request_id, request, sink, self._tokenizer, submitted_at)
         self._limit.began(submitted_at)
         sink(Accepted())
@@ -450,8 +452,8 @@ class Engine:
 
     def _drop(self, answer: Answer, error: MilepostError, finish_reason: str) -> None:
         self._answers.pop(answer.request_id, None)
+        self._record(answer, finish_reason)  # first: whoever hears of the end may look at once
         answer.sink(Failed(error))
-        self._record(answer, finish_reason)
 
     def _record(self, answer: Answer, finish_reason: str) -> None:
         now = self._clock()
