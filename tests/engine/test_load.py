@@ -10,20 +10,36 @@ from milepost.engine.load import (
     RETRY_AFTER_UNKNOWN_SECONDS,
     QueueLimit,
 )
+from milepost.engine.messages import EngineOverloaded
+
+
+def is_full(limit: QueueLimit, num_open: int, num_preparing: int = 0) -> bool:
+    limit._num_open = num_open
+    try:
+        limit.check(0.0, num_preparing)
+    except EngineOverloaded:
+        return True
+    return False
 
 
 def test_free_seats_do_not_count_as_queue() -> None:
     limit = QueueLimit(2, num_seats=3)
-    assert not limit.is_full(num_running=0, num_waiting=4)
-    assert limit.is_full(num_running=0, num_waiting=5)
-    assert limit.is_full(num_running=3, num_waiting=2)
-    assert not limit.is_full(num_running=3, num_waiting=1)
+    assert [is_full(limit, num_open) for num_open in range(8)] == [False] * 5 + [True] * 3
+
+
+def test_what_is_being_prepared_counts() -> None:
+    limit = QueueLimit(2, num_seats=3)
+    assert not is_full(limit, 3, num_preparing=1)
+    assert is_full(limit, 3, num_preparing=2)
+    with pytest.raises(EngineOverloaded, match="2 requests wait already") as raised:
+        limit.check(0.0, 2)
+    assert raised.value.retry_after_seconds == RETRY_AFTER_UNKNOWN_SECONDS
 
 
 def test_no_bound_and_no_queue() -> None:
-    assert not QueueLimit(None, 1).is_full(5, 10**6)
-    assert QueueLimit(0, 1).is_full(1, 0)
-    assert not QueueLimit(0, 1).is_full(0, 0)
+    assert not is_full(QueueLimit(None, 1), 10**6)
+    assert is_full(QueueLimit(0, 1), 1)
+    assert not is_full(QueueLimit(0, 1), 0)
 
 
 def test_retry_after_is_the_time_the_queue_takes() -> None:

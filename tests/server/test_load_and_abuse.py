@@ -24,7 +24,7 @@ from tests.server.serving import Running, running_server
 from tests.server.test_errors import assert_error
 from tests.server.test_life import LONG, wait_for
 
-from milepost.server import middleware, streams
+from milepost.server import chat_run, completion_routes, middleware, streams
 from milepost.server.options import ServerOptions
 
 COMPLETIONS = "/v1/completions"
@@ -158,6 +158,37 @@ def test_a_full_queue_is_429_with_retry_after(server: Running) -> None:
             assert error["code"] == "queue_full" and error["type"] == "rate_limit_error"
             assert 1 <= int(answer.headers["retry-after"]) <= 600
     assert server.post(COMPLETIONS, {"prompt": "{{room}}", "temperature": 0}).status_code == 200
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions"])
+def test_prompts_that_would_be_refused_are_not_rendered(server: Running, monkeypatch, path: str) -> None:
+    """Rendering is slow, so that a flood would wait for it without bound, before any limit."""
+    module = completion_routes if path == COMPLETIONS else chat_run
+    name = "checked_prompts" if path == COMPLETIONS else "render"
+    original = getattr(module, name)
+    is_open = threading.Event()
+    rendered: list[int] = []
+
+    def slow(*arguments: Any) -> Any:
+        rendered.append(1)
+        assert is_open.wait(30)
+        return original(*arguments)
+
+    monkeypatch.setattr(module, name, slow)
+    text = "{{answer}}"
+    body: dict[str, Any] = {"temperature": 0, "max_tokens": 20}
+    body |= {"prompt": text} if path == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
+    with ThreadPoolExecutor(3) as pool:
+        admitted = [pool.submit(httpx.post, server.url + path, json=body, timeout=30) for _ in range(3)]
+        try:
+            wait_for(lambda: len(rendered) == 3, "one runs, two may wait: three are rendered")
+            for _ in range(20):
+                assert_error(server.post(path, body), 429, None, "2 requests wait already")
+        finally:
+            is_open.set()
+        assert [answer.result().status_code for answer in admitted] == [200] * 3
+    assert len(rendered) == 3
+    assert server.post(path, body).status_code == 200
 
 
 def test_the_official_client_waits_and_comes_back(server: Running) -> None:

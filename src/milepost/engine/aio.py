@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from milepost.core.metrics import CoreStats
@@ -143,7 +145,23 @@ class AsyncEngine:
         self._request_timeout = request_timeout
         self._loop = asyncio.get_running_loop()
         self._outbox: deque[tuple[AnswerStream, EngineEvent]] = deque()
+        self._num_preparing = 0
         engine.add_flush(self._flush)
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """While a prompt is rendered, tokenized and submitted, which costs time: what would be refused is
+        refused before, and those that are being prepared count as waiting.
+
+        Raises:
+            EngineOverloaded: too many requests wait already.
+        """
+        self.engine.check_room(self._num_preparing)
+        self._num_preparing += 1
+        try:
+            yield
+        finally:
+            self._num_preparing -= 1
 
     def submit(self, request: GenerationRequest) -> AnswerStream:
         """Hand in a request and return its stream at once."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections import deque
 
+from milepost.engine.messages import EngineOverloaded
+
 RATE_WINDOW_SECONDS = 60.0
 MAX_RETRY_AFTER_SECONDS = 600
 RETRY_AFTER_UNKNOWN_SECONDS = 5
@@ -28,12 +30,23 @@ class QueueLimit:
         self._busy_since = 0.0
         self._ends: deque[float] = deque()
 
-    def is_full(self, num_running: int, num_waiting: int) -> bool:
-        """Whether one more request would wait beyond the bound."""
+    def check(self, now: float, num_preparing: int = 0) -> None:
+        """Whether there is a place for one more request. May be called from any thread.
+
+        Args:
+            num_preparing: requests before this one that the engine has not seen yet.
+
+        Raises:
+            EngineOverloaded: it would wait beyond the bound.
+        """
         if self.max_queued_requests is None:
-            return False
-        free_seats = max(0, self._num_seats - num_running)
-        return num_waiting - free_seats >= self.max_queued_requests
+            return
+        num_waiting = max(0, self._num_open + num_preparing - self._num_seats)
+        if self._num_open + num_preparing >= self._num_seats + self.max_queued_requests:
+            retry_after = self.retry_after_seconds(num_waiting, now)
+            raise EngineOverloaded(
+                f"{num_waiting} requests wait already; try again in {retry_after} s", retry_after
+            )
 
     def began(self, now: float) -> None:
         """A request came."""
@@ -54,7 +67,8 @@ class QueueLimit:
     def rate(self, now: float) -> float:
         """Requests that ended per second, over the last minute with requests; 0 = not known."""
         busy = self._busy(now)
-        num_ended = sum(1 for end in self._ends if end >= busy - RATE_WINDOW_SECONDS)
+        # A copy is made in one piece, whatever the engine thread does meanwhile.
+        num_ended = sum(1 for end in self._ends.copy() if end >= busy - RATE_WINDOW_SECONDS)
         return num_ended / max(1e-3, min(busy, RATE_WINDOW_SECONDS))
 
     def retry_after_seconds(self, num_waiting: int, now: float) -> int:

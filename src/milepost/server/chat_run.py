@@ -169,17 +169,18 @@ async def ask(
         body: everything but the conversation.
 
     Raises:
-        RequestError: names the field.
+        RequestError: names the field. EngineOverloaded: too many requests wait already.
     """
-    question = await asyncio.to_thread(render, service.model, body, given)
-    generation = begin(
-        service,
-        request,
-        body,
-        [question.prompt],
-        num_logprobs=num_logprobs,
-        limit=limit,
-        label=label,
-        prompt_logprobs=num_prompt_logprobs(body),
-    )
+    with service.front.preparing():
+        question = await asyncio.to_thread(render, service.model, body, given)
+        generation = begin(
+            service,
+            request,
+            body,
+            [question.prompt],
+            num_logprobs=num_logprobs,
+            limit=limit,
+            label=label,
+            prompt_logprobs=num_prompt_logprobs(body),
+        )
     return ChatRun(service.model, question, generation)

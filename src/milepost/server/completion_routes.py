@@ -47,19 +47,20 @@ async def completions(request: Request) -> Response:
     check_model(service, body.model)
     scored = num_prompt_logprobs(body)
     max_tokens = 1 if scores_only(body) else body.max_tokens
-    prompts = await asyncio.to_thread(checked_prompts, service.model, body)
     completion_id = f"cmpl-{request_id(request)}"
     limit = OutputLimit(max_tokens, default=DEFAULT_MAX_TOKENS)
-    generation = begin(
-        service,
-        request,
-        body,
-        prompts,
-        num_logprobs=body.logprobs,
-        limit=limit,
-        label=completion_id,
-        prompt_logprobs=scored,
-    )
+    with service.front.preparing():
+        prompts = await asyncio.to_thread(checked_prompts, service.model, body)
+        generation = begin(
+            service,
+            request,
+            body,
+            prompts,
+            num_logprobs=body.logprobs,
+            limit=limit,
+            label=completion_id,
+            prompt_logprobs=scored,
+        )
     answer = _Completion(service.model, body, generation, completion_id)
     return await respond(request, generation.streams, answer, is_stream=bool(body.stream))
 
