@@ -11,7 +11,7 @@ from milepost.core import reasons
 from milepost.core.chunking import effective_spacing, marked_units, settled_position
 from milepost.core.coordinator import joint_hit
 from milepost.core.geometry import AttentionGroupSpec, CacheGeometry, RecurrentGroupSpec
-from milepost.core.retention import SegmentRecord, segment_value
+from milepost.core.retention import SegmentRecord, eviction_rank, export_order, segment_value
 
 
 def test_a_settled_position_is_the_nearest_that_splits_nothing() -> None:
@@ -58,3 +58,61 @@ def test_any_spacing_above_zero_keeps_intervals() -> None:
         geometry = CacheGeometry(1, (AttentionGroupSpec("mla", 1),), states)
         expected = max([grid, *(p for p in range(grid, 20, grid) if p <= asked)]) if asked > 0 else 0
         assert effective_spacing(asked, geometry) == expected
+
+
+def _record(**changes: object) -> SegmentRecord:
+    fields = {"num_saved_tokens": 64, "freed_bytes": 4096, "reuse_index": 0.5, **changes}
+    return SegmentRecord(**fields)  # type: ignore[arg-type]
+
+
+def test_guesses_go_first_and_pins_last_whatever_they_are_worth() -> None:
+    dear, cheap = {"reuse_index": 100.0}, {"reuse_index": 0.0001}
+    order = [
+        _record(is_guess=True, **cheap),
+        _record(is_guess=True, **dear),
+        _record(**cheap),
+        _record(**dear),
+        _record(is_pinned=True, **cheap),
+        _record(is_pinned=True, **dear),
+        # Who pins a guess wants it kept.
+        _record(is_pinned=True, is_guess=True, reuse_index=1000.0),
+    ]
+    assert [order.index(record) for record in sorted(order, key=eviction_rank)] == list(range(7))
+    assert eviction_rank(_record()) == eviction_rank(_record(is_guess=False, is_pinned=False))
+    # Between classes with one value alike, the class alone decides, and it is the one the name says.
+    alike = [_record(is_guess=True), _record(), _record(is_pinned=True)]
+    assert [eviction_rank(record)[0] for record in alike] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("reason", reasons.CHECKPOINT_REASONS)
+def test_exports_that_matter_come_first_and_deep_ones_before_shallow(reason: str) -> None:
+    if reason == reasons.INTERVAL:
+        return
+    positions = [96, 64, 128, 80, 160]
+    ordered = sorted(positions, key=lambda p: export_order(p, reason))
+    assert ordered == sorted(positions, reverse=True)
+    for other in reasons.CHECKPOINT_REASONS:
+        is_first = export_order(64, reason) < export_order(1024, other)
+        assert is_first == (reasons.IMPORTANCE[reason] < reasons.IMPORTANCE[other])
+
+
+def test_guesses_halve_the_gaps_so_that_any_number_of_them_is_evenly_spread() -> None:
+    positions = [64 * number for number in range(1, 16)]
+    ordered = sorted(positions, key=lambda p: export_order(p, reasons.INTERVAL))
+    assert ordered == [64 * n for n in (8, 12, 4, 14, 10, 6, 2, 15, 13, 11, 9, 7, 5, 3, 1)]
+    for count in (1, 3, 7, 15):
+        kept = [0, *sorted(ordered[:count]), 1024]
+        assert len({b - a for a, b in itertools.pairwise(kept)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("unit", "alignment", "expected"),
+    [(1, 1, 64), (32, 1, 64), (48, 1, 96), (64, 64, 64), (16, 24, 96), (128, 1, 128), (65, 1, 65)],
+)
+def test_unasked_checkpoints_are_64_tokens_apart_or_at_the_next_boundary(
+    unit: int, alignment: int, expected: int
+) -> None:
+    geometry = CacheGeometry(
+        unit, (AttentionGroupSpec("pages", 8),), (RecurrentGroupSpec("states", 1 << 20, alignment),)
+    )
+    assert effective_spacing(None, geometry) == expected
