@@ -13,10 +13,10 @@ from milepost.engine.load import (
 from milepost.engine.messages import EngineOverloaded
 
 
-def is_full(limit: QueueLimit, num_open: int, num_preparing: int = 0) -> bool:
+def is_full(limit: QueueLimit, num_open: int, num_before: int = 0) -> bool:
     limit._num_open = num_open
     try:
-        limit.check(0.0, num_preparing)
+        limit.check(0.0, num_before)
     except EngineOverloaded:
         return True
     return False
@@ -27,13 +27,22 @@ def test_free_seats_do_not_count_as_queue() -> None:
     assert [is_full(limit, num_open) for num_open in range(8)] == [False] * 5 + [True] * 3
 
 
-def test_what_is_being_prepared_counts() -> None:
+def test_what_comes_before_counts() -> None:
     limit = QueueLimit(2, num_seats=3)
-    assert not is_full(limit, 3, num_preparing=1)
-    assert is_full(limit, 3, num_preparing=2)
+    assert not is_full(limit, 3, num_before=1)
+    assert is_full(limit, 3, num_before=2)
     with pytest.raises(EngineOverloaded, match="2 requests wait already") as raised:
         limit.check(0.0, 2)
     assert raised.value.retry_after_seconds == RETRY_AFTER_UNKNOWN_SECONDS
+
+
+def test_what_was_submitted_is_on_its_way_until_it_is_judged() -> None:
+    limit = QueueLimit(2, num_seats=1)
+    limit.submitted()
+    limit.submitted()
+    assert limit.num_submitted == 2
+    limit.judged()
+    assert limit.num_submitted == 1
 
 
 def test_no_bound_and_no_queue() -> None:

@@ -136,8 +136,10 @@ def held(server: Running, num_waiting: int) -> Iterator[list[httpx.Response]]:
         threads[-1].start()
         if number == 0:
             wait_for(lambda: server.scheduler.num_running == 1, "nothing runs")
-    # Those that wait are in the engine's inbox until the step that stands still is over.
-    wait_for(lambda: len(server.model.engine._inbox) == num_waiting, "nobody waits")
+    # Those that wait are in the engine's inbox until the step that stands still is over; the others are
+    # refused at once.
+    engine = server.model.engine
+    wait_for(lambda: len(engine._inbox) + len(answers) == num_waiting, "nobody waits")
     try:
         yield answers
     finally:
@@ -149,7 +151,7 @@ def held(server: Running, num_waiting: int) -> Iterator[list[httpx.Response]]:
 def test_a_full_queue_is_429_with_retry_after(server: Running) -> None:
     server.post(COMPLETIONS, {"prompt": "{{measured}}", "temperature": 0})
     with held(server, 4) as answers:
-        pass
+        assert [answer.status_code for answer in answers] == [429, 429], "while a step stands still"
     statuses = sorted(answer.status_code for answer in answers)
     assert statuses == [200, 200, 200, 429, 429], "one runs, two wait"
     for answer in answers:

@@ -139,18 +139,15 @@ class Engine:
     def is_healthy(self) -> bool:
         return self.failure is None and self._thread is not None and self._thread.is_alive()
 
-    def check_room(self, num_preparing: int) -> None:
-        """Whether a request that came now would be taken, after `num_preparing` that are not here yet.
-
-        Raises:
-            EngineOverloaded: too many wait already.
-        """
-        self._limit.check(self._clock(), num_preparing)
+    def check_room(self, num_before: int) -> None:
+        """See `QueueLimit.check`, for a request after `num_before` that are still to be submitted."""
+        self._limit.check(self._clock(), self._limit.num_submitted + num_before)
 
     def submit(self, request: GenerationRequest, sink: Sink) -> int:
         """Hand in a request; `sink` hears `Accepted`, then deltas, or `Failed` at any point."""
         request_id = next(self._ids)
         submitted_at = self._clock()
+        self._limit.submitted()
         self._post(
             lambda: self._add(request_id, request, sink, submitted_at),
             lambda: sink(Failed(self._dead())),
@@ -340,6 +337,7 @@ class Engine:
         return result
 
     def _add(self, request_id: int, request: GenerationRequest, sink: Sink, submitted_at: float) -> None:
+        self._limit.judged()
         try:
             self._limit.check(self._clock())
             self._scheduler.add(

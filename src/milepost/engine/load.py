@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 
 from milepost.engine.messages import EngineOverloaded
@@ -26,27 +27,44 @@ class QueueLimit:
         self.max_queued_requests = max_queued_requests
         self._num_seats = num_seats
         self._num_open = 0
+        self._lock = threading.Lock()
+        self._num_submitted = 0
+        self._num_judged = 0
         self._busy_seconds = 0.0
         self._busy_since = 0.0
         self._ends: deque[float] = deque()
 
-    def check(self, now: float, num_preparing: int = 0) -> None:
+    def check(self, now: float, num_before: int = 0) -> None:
         """Whether there is a place for one more request. May be called from any thread.
 
         Args:
-            num_preparing: requests before this one that the engine has not seen yet.
+            num_before: requests before this one that the engine has not taken yet.
 
         Raises:
             EngineOverloaded: it would wait beyond the bound.
         """
         if self.max_queued_requests is None:
             return
-        num_waiting = max(0, self._num_open + num_preparing - self._num_seats)
-        if self._num_open + num_preparing >= self._num_seats + self.max_queued_requests:
+        num_waiting = max(0, self._num_open + num_before - self._num_seats)
+        if self._num_open + num_before >= self._num_seats + self.max_queued_requests:
             retry_after = self.retry_after_seconds(num_waiting, now)
             raise EngineOverloaded(
                 f"{num_waiting} requests wait already; try again in {retry_after} s", retry_after
             )
+
+    @property
+    def num_submitted(self) -> int:
+        """Requests on their way to the engine thread, which may be in the middle of a long step."""
+        return self._num_submitted - self._num_judged
+
+    def submitted(self) -> None:
+        """A request is on its way; from any thread."""
+        with self._lock:
+            self._num_submitted += 1
+
+    def judged(self) -> None:
+        """The engine thread is about to take or refuse one of them."""
+        self._num_judged += 1
 
     def began(self, now: float) -> None:
         """A request came."""
