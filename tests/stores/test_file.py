@@ -389,7 +389,7 @@ def test_readers_are_not_blocked_and_writers_give_up_in_time(tmp_path: Path) -> 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("call", ["write", "ftruncate", "rename", "mkdir"])
 def test_a_full_disk_saves_nothing_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str, code: int
 ) -> None:
     store = open_store(tmp_path / "store")
     kept = segment("kept")
@@ -403,6 +403,7 @@ def test_a_full_disk_saves_nothing_and_leaves_nothing(
         patch.setattr(folder_module.os, call, fails)
         assert store.save(chain("unlucky", 2), deadline_seconds=SECONDS) == [False, False]
     assert store.outcomes.get(oc.SAVE, oc.FULL) == 2
+    assert caplog.messages == [f"file: {os.strerror(code)}: {tmp_path / 'store'}"]
     assert store.used_bytes == used_bytes
     assert len(files_below(tmp_path)) == 1
     assert store.save(chain("unlucky", 2), deadline_seconds=SECONDS) == [True, True]

@@ -153,7 +153,7 @@ class FileStore(ObjectStore):
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             self.outcomes.add(operation, oc.FULL if full else oc.ERROR)
-            self._log_once(f"{error.strerror}: {error.filename}")
+            self._log_once(f"{error.strerror}: {error.filename or self._folder.root}")
         return None
 
     def _lookup_one(self, operation: str, key: bytes) -> SegmentHeader | None:
