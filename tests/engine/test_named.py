@@ -277,7 +277,7 @@ def test_unknown_names_and_prompts_that_are_not_cached(model: LoadedModel, token
         assert caller.names() == []
 
 
-@pytest.mark.parametrize("name", ["", "a b", "a/b", "ä", "x" * 129, "a\n", "%2e", "a?b"])
+@pytest.mark.parametrize("name", ["", "a b", "a/b", "ä", "x" * 129, "a\n", "%2e", "a?b", ".", ".."])
 def test_names_that_are_none(name: str) -> None:
     with pytest.raises(RequestError) as raised:
         checked_name(name)

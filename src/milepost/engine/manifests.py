@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("milepost.engine")
 
-NAME = re.compile(r"[A-Za-z0-9._~:@+=-]{1,128}")
+NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._~:@+=-]{1,128}")
 MAX_NAMES = 1024
 """Of one domain: the index is written anew with every change."""
 MANIFEST_REASON, INDEX_REASON = NAME_REASONS = ("manifest", "names")
@@ -97,7 +97,7 @@ def checked_name(name: str) -> str:
         RequestError: it cannot be a name.
     """
     if not NAME.fullmatch(name):
-        raise RequestError("name", "must be 1 to 128 characters of A-Z, a-z, 0-9 and ._~:@+=-")
+        raise RequestError("name", "must be 1 to 128 characters of A-Z, a-z, 0-9 and ._~:@+=-, not . or ..")
     return name
 
 
