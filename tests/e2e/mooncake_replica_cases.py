@@ -1,4 +1,4 @@
-"""Replicas over one pool, and what its deaths cost. Run by test_mooncake_replicas.py in a network of its own."""
+"""What the deaths of a shared pool cost. Run by test_mooncake_replicas.py, in a network of its own."""
 
 from __future__ import annotations
 
@@ -65,6 +65,9 @@ def test_a_replica_reuses_what_the_other_computed(pool: Pool, tmp_path: Path, ge
 def test_the_death_of_the_master(pool: Pool, tmp_path: Path, generate: Generate) -> None:
     with replicas(pool, tmp_path, ["32MiB", "32MiB"]) as pair:
         conversations = grown(pair, generate, range(10, 14))
+        lonely = Conversation(generate, Random(14))
+        lonely.turn(pair[0], 100)
+        pair[0].settle()
         with ThreadPoolExecutor(1) as asking:
             # In the middle of an answer, with saves and lookups behind it.
             answering = asking.submit(conversations[0].turn, pair[0], 40, 40)
@@ -88,8 +91,13 @@ def test_the_death_of_the_master(pool: Pool, tmp_path: Path, generate: Generate)
                 here = pair[(index + number + 1) % 2]
                 turns.append(conversation.turn(here, 16, 8))
                 here.settle()
-            # What the pool forgot is computed at most once more, and saved again.
             assert all(turn.is_within_bound for turn in turns[1:]), turns
+        # One replica has it in memory and believes that the pool has it too: the other one computes it once,
+        # and saves it for all.
+        for number in range(4):
+            turn = lonely.turn(pair[number % 2], 16, 8)
+            pair[number % 2].settle()
+            assert turn.is_within_bound or number == 1, (number, turn)
 
 
 def test_the_death_of_an_owner(pool: Pool, tmp_path: Path, generate: Generate) -> None:

@@ -14,18 +14,19 @@ from pathlib import Path
 import pytest
 from tests.stores.services import own_network
 
-pytestmark = [pytest.mark.service, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 
 
-@pytest.mark.parametrize("kind", ["mooncake"])
-def test_replicas_over_one_pool(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "chosen"), [("mooncake", ""), ("redis", "not owner")])
+def test_replicas_over_one_pool(kind: str, chosen: str, tmp_path: Path) -> None:
+    """Nobody owns a part of a Redis server."""
     pytest.importorskip(kind, reason=f"the {kind} extra is not installed")
     command = [
         *own_network(), sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
-        "--basetemp", str(tmp_path / "inner"), str(HERE / "mooncake_replica_cases.py"),
+        "--basetemp", str(tmp_path / "inner"), "-k", chosen, str(HERE / "mooncake_replica_cases.py"),
     ]  # fmt: skip
     environment = {**os.environ, "MILEPOST_STORE_KIND": kind, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     environment.pop("PYTEST_XDIST_WORKER", None)
@@ -34,7 +35,7 @@ def test_replicas_over_one_pool(kind: str, tmp_path: Path) -> None:
             command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
         )
         try:
-            process.wait(timeout=240)
+            process.wait(timeout=540)
         finally:
             # The master and the replicas as well, however this ends.
             try:
