@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +29,8 @@ def free_port() -> int:
 @contextmanager
 def routed(tmp_path: Path) -> Iterator[tuple[list[Served], str]]:
     """Two replicas and a router in front of them."""
-    router = shutil.which("vllm-router")
+    beside = Path(sys.executable).parent / "vllm-router"
+    router = str(beside) if beside.exists() else shutil.which("vllm-router")
     if router is None:
         pytest.skip("vllm-router is not installed")
     events = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
