@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from tests.e2e.killing import folder_bytes
 from tests.e2e.soaking import slope_per_minute, soak
 from tests.engine.replicas import UNIT, file_store, memory_store, replica
 
@@ -69,4 +70,4 @@ def test_a_soak_over_all_tiers(tmp_path: Path) -> None:
     assert report.num_loaded > 0
     assert report.file_counts[-1] <= min(report.file_counts) + 8
     assert slope is None or slope <= 1 << 20
-    assert sum(f.stat().st_blocks * 512 for f in tmp_path.rglob("*") if f.is_file()) <= 24 << 20
+    assert folder_bytes(tmp_path) <= 24 << 20
