@@ -396,3 +396,32 @@ def test_the_newest_checkpoint_survives_any_spacing() -> None:
             if turn:
                 assert harness.cached(request_id) > 0
             tokens = harness.tokens_of(request_id) + numbered(9, turn + 1)
+
+
+def test_what_is_left_of_a_conversation_is_no_passed_turn() -> None:
+    """The end behind it was given up: the conversation resumes here, and its class says so."""
+    harness = Harness(geometry=make_geometry())
+    first = harness.serve(numbered(20), 9)
+    cache = harness.cache
+    nodes = sorted(cache.tree.state_nodes.values(), key=lambda node: node.depth)
+    end = nodes[-1]
+    below = cache.tree.ancestor_with_state(end)
+    assert below is not None and below.is_passed and not end.is_passed, first
+    cache.evictor._evict(end)
+    assert not below.children and not below.is_passed
+    assert harness.scheduler.audit() == []
+
+
+def test_a_merged_checkpoint_hands_its_uses_to_the_one_below() -> None:
+    harness = Harness(geometry=make_geometry())
+    harness.serve(numbered(20), wanted=[(8, "message")])
+    for number in range(3):
+        harness.serve(numbered(16) + [9000 + number] * 6)
+    cache = harness.cache
+    used = max(cache.tree.state_nodes.values(), key=lambda node: node.num_hits)
+    below = cache.tree.ancestor_with_state(used)
+    assert below is not None and used.children and used.num_hits > below.num_hits
+    num_hits, last_used = used.num_hits, used.last_used
+    cache.evictor._evict(used)
+    assert (below.num_hits, below.last_used) == (num_hits, last_used)
+    assert harness.scheduler.audit() == []

@@ -137,7 +137,8 @@ class TreeMachine(RuleBasedStateMachine):
             assert node.pins == self.pinned.count(path)
             assert (node.num_users > 0) == any(p[: len(path)] == path for p in self.pinned)
             below = [len(p) - 1 for p in prefixes if p in self.checkpoints]
-            assert tree.position_below(node) == (below[0] if below else 0)
+            found = tree.ancestor_with_state(node)
+            assert (found.depth if found is not None else 0) == (below[0] if below else 0)
 
 
 TreeMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)

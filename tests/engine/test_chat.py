@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.engine.template_shapes import CHATML
 from tests.engine.tiny_tokenizer import KIMI_TEMPLATE, NOT_SPECIAL, SETTINGS, SPECIAL, spec
 
 from milepost.engine.chat import ChatRenderer, _Conversation, common_prefix
@@ -17,13 +18,6 @@ from milepost.engine.tokenizer import Tokenizer
 from milepost.errors import CheckpointFileError, RequestError
 
 TOKENIZER = Tokenizer(spec(), SETTINGS)
-
-# Markers as one segment with text: the role line and the content are encoded together.
-CHATML = """\
-{% for message in messages %}<|im_user|>{{ message.role }}
-{{ message.content | trim }}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_assistant|>assistant
-{% endif %}"""
 
 # Drops the thinking of earlier answers, keeps it while tools are running.
 THINKING = """\

@@ -81,7 +81,7 @@ def view_cache(cache: PrefixCache, now: float, *, limit: int, num_evictions: int
     shown = {node.key: node for node in newest}
     pending = list(newest)
     while pending and len(shown) < 2 * limit:
-        below = _below(pending.pop())
+        below = cache.tree.ancestor_with_state(pending.pop())
         if below is not None and below.key not in shown:
             shown[below.key] = below
             pending.append(below)
@@ -98,15 +98,8 @@ def next_evictions(cache: PrefixCache, now: float, count: int) -> list[Checkpoin
     return [_view(cache, node, now) for node in worst]
 
 
-def _below(node: Node) -> Node | None:
-    current = node.parent
-    while current is not None and current.states is None:
-        current = current.parent
-    return current
-
-
 def _view(cache: PrefixCache, node: Node, now: float) -> CheckpointView:
-    below = _below(node)
+    below = cache.tree.ancestor_with_state(node)
     first = below.depth if below is not None else 0
     return CheckpointView(
         key=node.key[:8].hex(),

@@ -210,10 +210,3 @@ class PrefixTree:
     def ancestor_with_state(self, node: Node) -> Node | None:
         """The nearest checkpoint strictly below `node` on its path."""
         return next((a for a in self.ancestors(node) if a.states is not None), None)
-
-    def position_below(self, node: Node) -> int:
-        """Depth (units) of the nearest checkpoint strictly below `node` on its path; 0 at the root."""
-        for ancestor in self.ancestors(node):
-            if ancestor.states is not None:
-                return ancestor.depth
-        return 0

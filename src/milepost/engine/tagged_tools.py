@@ -10,7 +10,7 @@ from html import unescape
 from typing import Any
 
 from milepost.engine.parts import ToolSchemas
-from milepost.engine.tool_parsers import NewId, ToolParser
+from milepost.engine.tool_parsers import CallsBetweenTags, NewId, ToolParser
 
 
 def typed_argument(text: str, schema: Mapping[str, Any] | None) -> str:
@@ -62,26 +62,14 @@ class ArgumentList(ToolParser):
         self._argue("}" if self._num_arguments else "{}")
 
 
-class Qwen3CoderTools(ArgumentList):
+class Qwen3CoderTools(CallsBetweenTags, ArgumentList):
     """`<tool_call>`, `<function=NAME>`, `<parameter=KEY>` value `</parameter>` ..., `</function>`,
     `</tool_call>`, each on a line of its own; one line break on each side of a value is not part of it."""
 
-    TAGS = ("<tool_call>", "</tool_call>")
     _FUNCTION = re.compile(r"<function=([^>\n]+)>")
     _PARAMETER = re.compile(r"<parameter=([^>\n]+)>")
     _END_PARAMETER = "</parameter>"
     _END_FUNCTION = "</function>"
-
-    def __init__(self, needles: Mapping[str, str], schemas: ToolSchemas, new_id: NewId) -> None:
-        super().__init__(needles, schemas, new_id)
-        self._open, self._close = (needles[tag] for tag in self.TAGS)
-
-    def _content(self, is_last: bool) -> bool:
-        if not self._say_until(self._open, is_last, keeps_line_break=False):
-            return False
-        self._read = self._line_break + self._take(len(self._open))
-        self._state = self._header
-        return True
 
     def _header(self, is_last: bool) -> bool:
         start = self._buffer.lstrip()

@@ -206,14 +206,10 @@ class KimiK2Tools(ToolParser):
         return True
 
 
-class HermesTools(ToolParser):
-    """`<tool_call>`, an object with `name` and `arguments`, `</tool_call>`. A line break before the
-    first tag, and around the object, belongs to the tags."""
+class CallsBetweenTags(ToolParser):
+    """Each call stands between two tags; a line break before the first of them belongs to it."""
 
     TAGS = ("<tool_call>", "</tool_call>")
-    _HEADER = re.compile(
-        r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)', re.DOTALL
-    )
 
     def __init__(self, needles: Mapping[str, str], schemas: ToolSchemas, new_id: NewId) -> None:
         super().__init__(needles, schemas, new_id)
@@ -225,6 +221,19 @@ class HermesTools(ToolParser):
         self._read = self._line_break + self._take(len(self._open))
         self._state = self._header
         return True
+
+    @abstractmethod
+    def _header(self, is_last: bool) -> bool:
+        """What follows an opening tag."""
+
+
+class HermesTools(CallsBetweenTags):
+    """`<tool_call>`, an object with `name` and `arguments`, `</tool_call>`. A line break before the
+    first tag, and around the object, belongs to the tags."""
+
+    _HEADER = re.compile(
+        r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)', re.DOTALL
+    )
 
     def _header(self, is_last: bool) -> bool:
         end = self._buffer.find(self._close)
