@@ -103,6 +103,7 @@ class MooncakeConnection:
         self._condition = threading.Condition()
         self._num_users = 0
         self._next_attempt = 0.0
+        self._is_connecting = False
         self._client: Any = None
         self._closed = False
         self._host = options.host or _address_facing(options.master)
@@ -142,9 +143,10 @@ class MooncakeConnection:
         """
         with self._condition:
             if self._client is None:
-                if not self._closed and self._clock() >= self._next_attempt:
-                    self._next_attempt = self._clock() + _RECONNECT_SECONDS
-                    threading.Thread(target=self._connect, name="mooncake-connect", daemon=True).start()
+                is_due = self._clock() >= self._next_attempt and not self._is_connecting
+                if is_due and not self._closed:
+                    self._is_connecting = True
+                    threading.Thread(target=self._reconnect, name="mooncake-connect", daemon=True).start()
                 raise StoreError(f"no Mooncake master at {self.options.master}")
             client = self._client
             self._num_users += 1
@@ -163,7 +165,20 @@ class MooncakeConnection:
         if not self._watch.is_there():
             raise StoreError(f"the Mooncake master at {self.options.master} is gone")
 
+    def _reconnect(self) -> None:
+        """One at a time: a second client would take the place of one in use."""
+        try:
+            self._connect()
+        except Exception as error:
+            logger.warning("connecting to Mooncake at %s failed: %s", self.options.master, error)
+        finally:
+            with self._condition:
+                self._is_connecting = False
+                self._next_attempt = self._clock() + _RECONNECT_SECONDS
+
     def _connect(self) -> None:
+        if self._closed:
+            return
         if not self._master_answers():
             logger.warning("no Mooncake master at %s; it is looked for again", self.options.master)
             return
@@ -199,9 +214,13 @@ class MooncakeConnection:
         config = self._module.ReplicateConfig()
         config.replica_num = options.num_replicas
         half = options.largest_object_bytes
-        self.heads = Region(client, HEADS_AT_ONCE * HEAD_UNIT_BYTES + MAX_LONG_HEAD_BYTES)
-        self.loads = Region(client, half)
-        self.saves = Region(client, half)
+        try:
+            self.heads = Region(client, HEADS_AT_ONCE * HEAD_UNIT_BYTES + MAX_LONG_HEAD_BYTES)
+            self.loads = Region(client, half)
+            self.saves = Region(client, half)
+        except StoreError:
+            client.close()
+            raise
         self.replication = config
         with self._condition:
             if not self._closed:
