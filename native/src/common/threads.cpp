@@ -26,6 +26,15 @@ class FloatDefaults {
 
  private:
   unsigned saved_;
+#elif defined(__aarch64__)
+  FloatDefaults() {
+    asm volatile("mrs %0, fpcr" : "=r"(saved_));
+    asm volatile("msr fpcr, %0" ::"r"(uint64_t(0)));
+  }
+  ~FloatDefaults() { asm volatile("msr fpcr, %0" ::"r"(saved_)); }
+
+ private:
+  uint64_t saved_;
 #endif
 };
 
