@@ -25,10 +25,12 @@ class AttentionGroupSpec:
     Attributes:
         name: unique within the model, for messages and metrics.
         bytes_per_token: KV bytes of one token over all layers of the group, on this rank.
+        bytes_per_page: what a page holds besides, once: a drafter's taps.
     """
 
     name: str
     bytes_per_token: int
+    bytes_per_page: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,8 @@ class CacheGeometry:
         for attention in self.attention:
             if attention.bytes_per_token < 1:
                 raise ConfigError(f"attention group {attention.name}", "bytes_per_token must be positive")
+            if attention.bytes_per_page < 0:
+                raise ConfigError(f"attention group {attention.name}", "bytes_per_page is negative")
         for recurrent in self.recurrent:
             if recurrent.state_bytes < 1:
                 raise ConfigError(f"recurrent group {recurrent.name}", "state_bytes must be positive")
@@ -97,7 +101,8 @@ class CacheGeometry:
     def page_record_bytes(self) -> tuple[int, ...]:
         """Bytes one page takes in each attention group's pool (match_unit tokens, rounded up)."""
         return tuple(
-            ceil_to(g.bytes_per_token * self.match_unit, ALLOCATION_QUANTUM_BYTES) for g in self.attention
+            ceil_to(g.bytes_per_token * self.match_unit + g.bytes_per_page, ALLOCATION_QUANTUM_BYTES)
+            for g in self.attention
         )
 
     @property

@@ -14,6 +14,7 @@ from milepost.models.registry import parse_config
 from milepost.models.specs import COMPUTE_DTYPES, DecoderSpec
 
 CONFIG_FILE = "config.json"
+SPECULATIVE_FIELD = "speculative_config"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +23,11 @@ class ModelDescription:
 
     Attributes:
         layer_kinds: mixer of each layer, in order.
-        num_parameters: weights of the decoder, counted from the config.
+        num_parameters: weights of the decoder and the draft modules that run, counted from the config.
         bytes_per_token: attention KV of one token over all layers.
         state_bytes: recurrent state over all layers.
         layer_state_bytes: recurrent state of one linear layer; 0 if there are none.
+        num_draft_modules: modules of the checkpoint that draft; their entries are in `bytes_per_token`.
     """
 
     model_type: str
@@ -40,6 +42,7 @@ class ModelDescription:
     state_bytes: int
     layer_state_bytes: int
     layout: CacheLayout
+    num_draft_modules: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -79,14 +82,36 @@ def resolve_dtype(spec: DecoderSpec, dtype: str | None) -> str:
     return dtype
 
 
-def describe(path: str | Path, *, dtype: str | None = None) -> ModelDescription:
-    """Layers and cache sizes from `config.json` alone."""
+def used_modules(spec: DecoderSpec, num_draft_tokens: int) -> int:
+    """Draft modules that drafting so many tokens with `mtp` runs; 0 for 0 tokens.
+
+    Raises:
+        ConfigError: the config declares none.
+    """
+    if not num_draft_tokens:
+        return 0
+    if spec.mtp is None:
+        key = "mtp_num_hidden_layers" if spec.model_type.startswith("qwen") else "num_nextn_predict_layers"
+        raise ConfigError(
+            SPECULATIVE_FIELD,
+            f"method 'mtp' needs a checkpoint with draft modules of its own, and config.json declares none "
+            f"({key} is 0 or missing, or its attention is not supported); use method 'ngram'",
+        )
+    return min(spec.mtp.num_modules, num_draft_tokens)
+
+
+def describe(path: str | Path, *, dtype: str | None = None, num_draft_tokens: int = 0) -> ModelDescription:
+    """Layers and cache sizes from `config.json` alone.
+
+    Args:
+        num_draft_tokens: see `load_model`.
+    """
     spec = read_spec(path)
-    return describe_spec(spec, resolve_dtype(spec, dtype))
+    return describe_spec(spec, resolve_dtype(spec, dtype), used_modules(spec, num_draft_tokens))
 
 
-def describe_spec(spec: DecoderSpec, dtype: str) -> ModelDescription:
-    layout = cache_layout(spec, dtype)
+def describe_spec(spec: DecoderSpec, dtype: str, num_draft_modules: int = 0) -> ModelDescription:
+    layout = cache_layout(spec, dtype, num_draft_modules)
     geometry = layout.geometry(match_unit=1)
     return ModelDescription(
         model_type=spec.model_type,
@@ -96,9 +121,10 @@ def describe_spec(spec: DecoderSpec, dtype: str) -> ModelDescription:
         hidden_size=spec.hidden_size,
         vocab_size=spec.vocab_size,
         max_model_len=spec.max_model_len,
-        num_parameters=count_parameters(spec),
+        num_parameters=count_parameters(spec, num_draft_modules),
         bytes_per_token=geometry.bytes_per_token,
         state_bytes=geometry.state_bytes,
         layer_state_bytes=layout.layer_state_bytes,
         layout=layout,
+        num_draft_modules=num_draft_modules,
     )

@@ -19,9 +19,11 @@ from milepost.models.description import (
     model_directory,
     read_spec,
     resolve_dtype,
+    used_modules,
 )
 from milepost.models.hybrid import HybridDecoder
 from milepost.models.loading import TORCH_DTYPES
+from milepost.models.mtp import MtpModules
 from milepost.models.weights import BYTE_DTYPES, FLOAT_DTYPES, WeightReader
 
 
@@ -71,11 +73,13 @@ class _HeaderReader(WeightReader):
         self._count(name)
 
 
-def check_checkpoint(path: str | Path, *, dtype: str | None = None) -> CheckpointReport:
+def check_checkpoint(
+    path: str | Path, *, dtype: str | None = None, num_draft_tokens: int = 0
+) -> CheckpointReport:
     """Checks `path/config.json` against the headers of `path/*.safetensors`.
 
     Args:
-        dtype: as in `load_model`.
+        dtype, num_draft_tokens: as in `load_model`.
 
     Raises:
         ConfigError: the config cannot work; `field` is the key.
@@ -86,9 +90,13 @@ def check_checkpoint(path: str | Path, *, dtype: str | None = None) -> Checkpoin
     dtype_name = resolve_dtype(spec, dtype)
     reader = _HeaderReader(path)
     # The reference keeps tensors as they are; packed layouts would need their values.
-    HybridDecoder(spec, reader, select_kernels(REFERENCE), TORCH_DTYPES[dtype_name])
+    kernels, torch_dtype = select_kernels(REFERENCE), TORCH_DTYPES[dtype_name]
+    decoder = HybridDecoder(spec, reader, kernels, torch_dtype)
+    num_modules = used_modules(spec, num_draft_tokens)
+    if num_modules:
+        MtpModules(spec, reader, kernels, torch_dtype, decoder, num_modules)
     return CheckpointReport(
-        describe_spec(spec, dtype_name),
+        describe_spec(spec, dtype_name, num_modules),
         reader.num_tensors,
         reader.num_values,
         reader.num_bytes,

@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 
 from milepost.kernels.index import AttentionIndex
-from milepost.kernels.reference_gqa import GqaInputs, GqaParams, inverse_frequencies
+from milepost.kernels.reference import rms_norm, store_rows
+from milepost.kernels.reference_gqa import (
+    GqaInputs,
+    GqaParams,
+    inverse_frequencies,
+    rotate,
+    row_positions,
+)
 from milepost.models.inputs import CacheFields
 from milepost.models.layers import Loader
 from milepost.models.layout import KEY_VALUE_FIELD
@@ -49,3 +56,13 @@ class GqaLayer:
         pages = cache[self._layer, KEY_VALUE_FIELD]
         mixed = self._kernels.gqa_mixer(inputs, self._params, pages, index)
         return self._kernels.linear(mixed, self._out, residual=residual)
+
+    def store(self, x: torch.Tensor, cache: CacheFields, index: AttentionIndex) -> None:
+        """Stores the rows of x [N, D], after the input norm, in their pages, and computes nothing else."""
+        params = self._params
+        _, key, value = self._kernels.linear_parts(x, self._inputs)
+        shape = (x.shape[0], params.num_kv_heads, params.head_dim)
+        angles = row_positions(index).float().unsqueeze(1) * params.inverse_frequencies
+        key = rotate(rms_norm(key.reshape(shape).float(), params.key_norm, params.norm_eps), angles)
+        rows = torch.cat([value.reshape(shape).float(), key], dim=-1)
+        store_rows(cache[self._layer, KEY_VALUE_FIELD], rows.reshape(x.shape[0], -1), index)

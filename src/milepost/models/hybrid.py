@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -51,6 +52,11 @@ class DecoderLayer:
             return self._recurrent(normed, residual, cache, inputs.recurrent)
         assert self._attention is not None and inputs.attention is not None
         return self._attention(normed, residual, cache, inputs.attention)
+
+    def store(self, x: torch.Tensor, inputs: StepInputs, cache: CacheFields) -> None:
+        """What `mix` keeps of the rows for later ones, and nothing else; for layers with attention."""
+        assert self._attention is not None and inputs.attention is not None
+        self._attention.store(self._mixer_norm(x), cache, inputs.attention)
 
     def replay(
         self, record: MixerRecord, kept: torch.Tensor, index: RecurrentIndex, cache: CacheFields
@@ -131,7 +137,11 @@ class AttentionResiduals:
 
 
 class HybridDecoder:
-    """Embedding, layers, final norm and head, all tensors loaded."""
+    """Embedding, layers, final norm and head, all tensors loaded.
+
+    Attributes:
+        prefix: in front of the names of its tensors.
+    """
 
     def __init__(
         self, spec: DecoderSpec, weights: WeightReader, kernels: Kernels, dtype: torch.dtype
@@ -140,7 +150,7 @@ class HybridDecoder:
         Raises:
             CheckpointFileError: a tensor is missing or has another shape; names file, tensor and shapes.
         """
-        prefix = weights.prefix(tuple(PREFIXES), _EMBEDDING)
+        prefix = self.prefix = weights.prefix(tuple(PREFIXES), _EMBEDDING)
         loader = Loader(weights, kernels, dtype, prefix)
         self._kernels = kernels
         self._embedding = loader.tensor(_EMBEDDING, spec.vocab_size, spec.hidden_size)
@@ -160,9 +170,22 @@ class HybridDecoder:
             weights.must_repeat(head_loader.prefix + "lm_head.weight", prefix + _EMBEDDING)
         self._head = kernels.pack_linear(head)
 
+    @property
+    def head(self) -> Any:
+        """The output head, packed for `Kernels.linear`."""
+        return self._head
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [N] -> embeddings [N, D]."""
+        return self._kernels.embedding(token_ids, self._embedding)
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The final norm of rows [N, D]; a new tensor."""
+        return self._norm(hidden).clone()
+
     def forward(self, inputs: StepInputs, cache: CacheFields) -> torch.Tensor:
         """Hidden states after the last layer [N, D], before the final norm. Writes the cache."""
-        x = self._kernels.embedding(inputs.token_ids, self._embedding)
+        x = self.embed(inputs.token_ids)
         if self._residuals is not None:
             return self._residuals.run(x, self._layers, inputs, cache)
         for layer in self._layers:

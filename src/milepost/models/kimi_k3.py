@@ -12,11 +12,13 @@ from milepost.errors import ConfigError
 from milepost.models.config_reader import ConfigReader
 from milepost.models.family_config import common_fields, text_section
 from milepost.models.kimi_linear import (
+    draft_prefixes,
     layer_mixers,
     layer_specs,
     read_kda,
     read_mla,
     read_moe,
+    read_mtp,
     refuse_unknown_routing,
 )
 from milepost.models.specs import MXFP4_GROUP, DecoderSpec, LatentSpec, MoeSpec, SituSpec
@@ -41,12 +43,6 @@ def parse_config(config: ConfigReader) -> DecoderSpec:
     mixers = layer_mixers(text)
     moe = _moe(text)
     kda = read_kda(text) if "kda" in mixers else None
-    num_drafts = text.num_layers("num_nextn_predict_layers", 0, minimum=0)
-    drafts = (
-        f"{prefix}layers.{len(mixers) + number}."
-        for prefix in ("language_model.model.", "model.")
-        for number in range(num_drafts)
-    )
     return DecoderSpec(
         model_type=MODEL_TYPE,
         intermediate_size=text.integer("intermediate_size"),
@@ -56,7 +52,8 @@ def parse_config(config: ConfigReader) -> DecoderSpec:
         moe=moe,
         situ=_situ(text),
         attn_res_block_layers=text.optional_integer("attn_res_block_size"),
-        skipped=(*VISION_PREFIXES, *drafts),
+        skipped=(*VISION_PREFIXES, *draft_prefixes(text, len(mixers))),
+        mtp=read_mtp(text) if "mla" in mixers else None,
         **common_fields(text, norm_eps=_NORM_EPS),
     )
 

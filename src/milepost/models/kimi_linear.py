@@ -22,6 +22,7 @@ from milepost.models.specs import (
     MlaSpec,
     Mlp,
     MoeSpec,
+    MtpSpec,
 )
 
 MODEL_TYPE = "kimi_linear"
@@ -39,7 +40,6 @@ def parse_config(config: ConfigReader) -> DecoderSpec:
     refuse_quantization(config, MODEL_TYPE)
     config.must_equal("hidden_act", "silu", "other activations belong to other families")
     config.must_equal("mla_use_output_gate", False, "gated attention output belongs to kimi_k3")
-    config.must_equal("num_nextn_predict_layers", 0, "draft layers are not loaded")
     for key in ("attn_res_block_size", "routed_expert_hidden_size"):
         if config.has(key):
             raise ConfigError(config.field(key), "is not supported for model_type kimi_linear")
@@ -59,7 +59,24 @@ def parse_config(config: ConfigReader) -> DecoderSpec:
         kda=kda,
         mla=read_mla(config) if "mla" in mixers else None,
         moe=moe,
+        skipped=draft_prefixes(config, len(mixers)),
+        mtp=read_mtp(config) if "mla" in mixers else None,
         **common_fields(config, norm_eps=1e-5),
+    )
+
+
+def read_mtp(config: ConfigReader) -> MtpSpec | None:
+    """Draft modules in the layers behind the decoder's."""
+    num_modules = config.num_layers("num_nextn_predict_layers", 0, minimum=0)
+    return MtpSpec(num_modules, "deepseek") if num_modules else None
+
+
+def draft_prefixes(config: ConfigReader, num_layers: int) -> tuple[str, ...]:
+    """Where the tensors of the draft modules are."""
+    return tuple(
+        f"{prefix}layers.{num_layers + number}."
+        for prefix in ("language_model.model.", "model.")
+        for number in range(config.num_layers("num_nextn_predict_layers", 0, minimum=0))
     )
 
 

@@ -17,12 +17,16 @@ from milepost.models.specs import ITEM_BYTES, DecoderSpec
 STATE_FIELD_ALIGNMENT = 64
 """Bytes; every field of a state starts on a cache line."""
 
+DRAFT_GROUP = "mtp"
+"""Name of the attention group of draft modules."""
 LATENT_FIELD = "latent"
 """MLA: per token the normed latent followed by the shared key part."""
 KEY_VALUE_FIELD = "key_value"
 """GQA: per token and key-value head the value, then the normed and rotated key."""
 CONV_TAIL_FIELD = "conv_tail"
 """KDA, GDN: the last conv_kernel - 1 raw q|k|v rows before the convolution, oldest first."""
+TAP_FIELD = "tap"
+"""Draft modules: per page the hidden state that the module's next entry reads, see `cache_layout`."""
 STATE_MATRIX_FIELD = "state_matrix"
 """KDA, GDN: S, per (value) head [key dim, value dim], always fp32."""
 
@@ -60,19 +64,31 @@ class TokenField:
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroupLayout:
+    """Attributes:
+    token_fields: kept for every token.
+    once_per_page: kept once in every page, behind the others.
+    """
+
     name: str
     token_fields: tuple[TokenField, ...]
+    once_per_page: tuple[TokenField, ...] = ()
 
     @property
     def bytes_per_token(self) -> int:
         return sum(field.width * ITEM_BYTES[field.dtype] for field in self.token_fields)
 
+    @property
+    def bytes_per_page(self) -> int:
+        """Of what is kept once in a page."""
+        return sum(field.width * ITEM_BYTES[field.dtype] for field in self.once_per_page)
+
     def page_fields(self, match_unit: int) -> tuple[FieldLayout, ...]:
-        """Arrays of a page of `match_unit` tokens: layer after layer, each [match_unit, width]."""
+        """Arrays of a page of `match_unit` tokens: layer after layer, each [match_unit, width], then those
+        that it has once, each [width]."""
         fields = []
         offset = 0
-        for token_field in self.token_fields:
-            shape = (match_unit, token_field.width)
+        shapes = [(field, (match_unit, field.width)) for field in self.token_fields]
+        for token_field, shape in [*shapes, *((field, (field.width,)) for field in self.once_per_page)]:
             field = FieldLayout(token_field.layer, token_field.name, offset, shape, token_field.dtype)
             fields.append(field)
             offset += field.num_bytes
@@ -116,7 +132,8 @@ class CacheLayout:
         return CacheGeometry(
             match_unit=match_unit,
             attention=tuple(
-                AttentionGroupSpec(group.name, group.bytes_per_token) for group in self.attention
+                AttentionGroupSpec(group.name, group.bytes_per_token, group.bytes_per_page)
+                for group in self.attention
             ),
             recurrent=tuple(
                 RecurrentGroupSpec(group.name, group.state_bytes, group.checkpoint_alignment)
@@ -125,8 +142,14 @@ class CacheLayout:
         )
 
 
-def cache_layout(spec: DecoderSpec, dtype: str) -> CacheLayout:
-    """Layout of a decoder whose KV cache and convolution tails are kept in `dtype`."""
+def cache_layout(spec: DecoderSpec, dtype: str, num_draft_modules: int = 0) -> CacheLayout:
+    """Layout of a decoder whose KV cache and convolution tails are kept in `dtype`.
+
+    With draft modules there is one attention group more, the last one (`DRAFT_GROUP`). It holds per module,
+    as if it were a further layer, the entries of its attention; entry j belongs to the token at position j
+    and depends on tokens [0, j] only. Each page also holds one tap per module: what the module's first entry
+    behind the page reads. Within a page that is not full it belongs to the newest token.
+    """
     attention: list[AttentionGroupLayout] = []
     recurrent: list[RecurrentGroupLayout] = []
     if spec.mla is not None:
@@ -139,6 +162,8 @@ def cache_layout(spec: DecoderSpec, dtype: str) -> CacheLayout:
             TokenField(layer, KEY_VALUE_FIELD, width, dtype) for layer in spec.layer_indices("gqa")
         )
         attention.append(AttentionGroupLayout("gqa", fields))
+    if num_draft_modules:
+        attention.append(_draft_group(spec, dtype, num_draft_modules))
     if spec.kda is not None:
         kda = spec.kda
         shapes = (
@@ -154,6 +179,21 @@ def cache_layout(spec: DecoderSpec, dtype: str) -> CacheLayout:
         )
         recurrent.append(RecurrentGroupLayout("gdn", _packed_fields(spec.layer_indices("gdn"), shapes)))
     return CacheLayout(tuple(attention), tuple(recurrent))
+
+
+def _draft_group(spec: DecoderSpec, dtype: str, num_modules: int) -> AttentionGroupLayout:
+    if spec.draft_layer.mixer == "mla":
+        assert spec.mla is not None
+        name, width = LATENT_FIELD, spec.mla.latent_width
+    else:
+        assert spec.gqa is not None
+        name, width = KEY_VALUE_FIELD, 2 * spec.gqa.kv_width
+    layers = range(len(spec.layers), len(spec.layers) + num_modules)
+    return AttentionGroupLayout(
+        DRAFT_GROUP,
+        tuple(TokenField(layer, name, width, dtype) for layer in layers),
+        tuple(TokenField(layer, TAP_FIELD, spec.hidden_size, dtype) for layer in layers),
+    )
 
 
 def _packed_fields(

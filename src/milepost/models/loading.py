@@ -17,15 +17,16 @@ from milepost.models.description import (
     model_directory,
     read_spec,
     resolve_dtype,
+    used_modules,
 )
 from milepost.models.hybrid import HybridDecoder
 from milepost.models.layout import CacheLayout, cache_layout
+from milepost.models.mtp import MtpModules
 from milepost.models.specs import DecoderSpec
 from milepost.models.weights import Progress, WeightReader
 
 log = logging.getLogger(__name__)
 _MAX_NAMED = 5
-MTP_PREFIX = "mtp."
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -39,8 +40,7 @@ class LoadedModel:
         dtype: name of the dtype it runs in.
         kernels: the operations it calls, with the choices behind them.
         unused_tensors: names in the files that the decoder has no use for.
-        mtp_weights: tensors of the checkpoint's own draft modules (`mtp.*`) as stored, mapped and not
-            copied; empty without any. No drafter runs them yet.
+        drafts: the checkpoint's own draft modules, None unless they were asked for.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class LoadedModel:
         dtype: str,
         kernels: Kernels,
         unused_tensors: list[str],
-        mtp_weights: dict[str, torch.Tensor],
+        drafts: MtpModules | None = None,
     ) -> None:
         self.config = config
         self.layout = layout
@@ -59,7 +59,7 @@ class LoadedModel:
         self.dtype = dtype
         self.kernels = kernels
         self.unused_tensors = unused_tensors
-        self.mtp_weights = mtp_weights
+        self.drafts = drafts
 
     @property
     def vocab_size(self) -> int:
@@ -75,7 +75,8 @@ class LoadedModel:
         return self.layout.geometry(match_unit)
 
     def describe(self) -> ModelDescription:
-        return describe_spec(self.config, self.dtype)
+        num_modules = 0 if self.drafts is None else self.drafts.num_modules
+        return describe_spec(self.config, self.dtype, num_modules)
 
 
 def load_model(
@@ -85,6 +86,7 @@ def load_model(
     progress: Progress | None = None,
     check_finite: bool = True,
     kernels: Kernels | None = None,
+    num_draft_tokens: int = 0,
 ) -> LoadedModel:
     """Loads `path/config.json` and `path/*.safetensors`.
 
@@ -94,6 +96,7 @@ def load_model(
         progress: called with (bytes loaded, bytes in all) after each tensor.
         check_finite: refuse weights that hold NaN or infinity (reads every value once).
         kernels: None = the best available.
+        num_draft_tokens: tokens to be drafted with the checkpoint's own modules; 0 = they are not loaded.
 
     Raises:
         ConfigError: the config cannot work; `field` is the key.
@@ -102,14 +105,18 @@ def load_model(
     path = model_directory(path)
     spec = read_spec(path)
     dtype_name = resolve_dtype(spec, dtype)
+    num_modules = used_modules(spec, num_draft_tokens)
     weights = WeightReader(path, progress=progress, check_finite=check_finite)
     chosen = kernels or select_kernels()
     decoder = HybridDecoder(spec, weights, chosen, TORCH_DTYPES[dtype_name])
-    mtp_weights = weights.take_prefixed(MTP_PREFIX)
+    drafts = None
+    if num_modules:
+        drafts = MtpModules(spec, weights, chosen, TORCH_DTYPES[dtype_name], decoder, num_modules)
     weights.finish()
     unused = weights.unused_names()
     _log_unused(unused, spec.skipped)
-    return LoadedModel(spec, cache_layout(spec, dtype_name), decoder, dtype_name, chosen, unused, mtp_weights)
+    layout = cache_layout(spec, dtype_name, num_modules)
+    return LoadedModel(spec, layout, decoder, dtype_name, chosen, unused, drafts)
 
 
 def _log_unused(names: Sequence[str], skipped: Sequence[str]) -> None:

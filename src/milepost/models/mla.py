@@ -69,3 +69,9 @@ class MlaLayer:
         for gate in gates:
             values = (values.float() * on_full_vectors(torch.sigmoid, gate.float())).to(values.dtype)
         return ops.linear(values, self._out, residual=residual)
+
+    def store(self, x: torch.Tensor, cache: CacheFields, index: AttentionIndex) -> None:
+        """Stores the rows of x [N, D], after the input norm, in their pages, and computes nothing else."""
+        _, latent, *_ = self._kernels.linear_parts(x, self._inputs)
+        pages = cache[self._layer, LATENT_FIELD]
+        self._kernels.store_latents(latent, self._latent_norm, self._latent_norm_eps, pages, index)

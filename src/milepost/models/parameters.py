@@ -5,8 +5,8 @@ from __future__ import annotations
 from milepost.models.specs import DecoderSpec
 
 
-def count_parameters(spec: DecoderSpec) -> int:
-    """Weights of the whole decoder, embeddings included; drafts and vision are not."""
+def count_parameters(spec: DecoderSpec, num_draft_modules: int = 0) -> int:
+    """Weights of the whole decoder, embeddings included, and of that many draft modules; vision is not."""
     embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2)
     total = embeddings + spec.hidden_size
     mixers = {"kda": _kda, "mla": _mla, "gdn": _gdn, "gqa": _gqa}
@@ -16,7 +16,19 @@ def count_parameters(spec: DecoderSpec) -> int:
         total += 2 * spec.hidden_size + per_mixer[layer.mixer] + per_mlp[layer.mlp]
     if spec.attn_res_block_layers is not None:
         total += 2 * spec.hidden_size * (2 * len(spec.layers) + 1)
-    return total
+    return total + _drafts(spec, num_draft_modules)
+
+
+def _drafts(spec: DecoderSpec, num_modules: int) -> int:
+    """A head of their own, which some checkpoints give them, is not counted."""
+    if not num_modules or spec.mtp is None:
+        return 0
+    layer = spec.draft_layer
+    mixer = _mla(spec) if layer.mixer == "mla" else _gqa(spec)
+    mlp = _moe(spec) if layer.mlp == "moe" else 3 * spec.hidden_size * spec.intermediate_size
+    stem = (3 + 2 * spec.hidden_size) * spec.hidden_size
+    num_stems = 1 if spec.mtp.family == "qwen" else num_modules
+    return num_modules * (2 * spec.hidden_size + mixer + mlp) + num_stems * stem
 
 
 def _kda(spec: DecoderSpec) -> int:

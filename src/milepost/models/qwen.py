@@ -1,6 +1,6 @@
 """`qwen3_next`, `qwen3_5`, `qwen3_5_moe`: published configs into a `DecoderSpec`. No torch.
 
-The text part only: images are not read, draft (MTP) weights are recognised and left in their files.
+The text part only: images are not read. Draft (MTP) modules are loaded when somebody drafts with them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,17 @@ from milepost.models.family_config import (
     same_where_both,
     text_section,
 )
-from milepost.models.specs import DecoderSpec, ExpertNames, GdnSpec, GqaSpec, LayerSpec, Mixer, Mlp, MoeSpec
+from milepost.models.specs import (
+    DecoderSpec,
+    ExpertNames,
+    GdnSpec,
+    GqaSpec,
+    LayerSpec,
+    Mixer,
+    Mlp,
+    MoeSpec,
+    MtpSpec,
+)
 
 NEXT_MODEL_TYPE = "qwen3_next"
 DENSE_MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
@@ -23,7 +33,7 @@ MOE_MODEL_TYPES = ("qwen3_5_moe", "qwen3_5_moe_text")
 EXPERT_NAMES = ExpertNames(
     module="mlp", gate="gate_proj", up="up_proj", down="down_proj", shared="shared_expert"
 )
-SKIPPED = ("model.visual.", "visual.")
+SKIPPED = ("model.visual.", "visual.", "mtp.")
 _NORM_EPS = 1e-6
 _LAYER_KINDS: dict[str, Mixer] = {"linear_attention": "gdn", "full_attention": "gqa"}
 
@@ -91,8 +101,18 @@ def _decoder(
         gqa=_gqa(config) if "gqa" in mixers else None,
         norm_offset=1.0,
         skipped=SKIPPED,
+        mtp=_mtp(config) if "gqa" in mixers else None,
         **common_fields(config, norm_eps=_NORM_EPS),
     )
+
+
+def _mtp(config: ConfigReader) -> MtpSpec | None:
+    """Qwen3-Next's published config does not mention its module; Qwen3.5 counts them."""
+    if config.boolean("mtp_use_dedicated_embeddings", False):
+        return None
+    key = "mtp_num_hidden_layers" if config.has("mtp_num_hidden_layers") else "num_nextn_predict_layers"
+    num_modules = config.num_layers(key, 1, minimum=0)
+    return MtpSpec(num_modules, "qwen") if num_modules else None
 
 
 def _layer_mixers(config: ConfigReader) -> list[Mixer]:

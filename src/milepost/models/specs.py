@@ -204,6 +204,23 @@ class SituSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class MtpSpec:
+    """Draft modules that a checkpoint ships for its own decoder (multi-token prediction).
+
+    A module reads the embedding of a token and the hidden state before it, and predicts the token behind.
+
+    Attributes:
+        num_modules: as the config declares; drafting further than that uses them again.
+        family: "qwen": `mtp.*`, the modules share norms and projection, hidden states are handed over
+            behind the final norm. "deepseek": layers numbered behind the decoder's, all parts of their own,
+            hidden states are handed over before the final norm.
+    """
+
+    num_modules: int
+    family: Literal["qwen", "deepseek"]
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """One decoder: a pattern of layers and the sizes they share.
 
@@ -217,6 +234,7 @@ class DecoderSpec:
             family stores them zero-centred).
         attn_res_block_layers: layers per block of the attention residuals; None = a plain residual stream.
         skipped: name prefixes of tensors that belong to parts that are not loaded (vision, drafts).
+        mtp: the checkpoint's own draft modules, None if it declares none.
     """
 
     model_type: str
@@ -240,7 +258,14 @@ class DecoderSpec:
     norm_offset: float = 0.0
     attn_res_block_layers: int | None = None
     skipped: tuple[str, ...] = ()
+    mtp: MtpSpec | None = None
 
     def layer_indices(self, mixer: Mixer) -> tuple[int, ...]:
         """0-based indices of the layers with this mixer, ascending."""
         return tuple(index for index, layer in enumerate(self.layers) if layer.mixer == mixer)
+
+    @property
+    def draft_layer(self) -> LayerSpec:
+        """What a draft module is made of: the family's attention, and experts if the decoder has any."""
+        mixer: Mixer = "mla" if self.mla is not None else "gqa"
+        return LayerSpec(mixer, "dense" if self.moe is None else "moe")

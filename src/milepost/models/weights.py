@@ -160,22 +160,6 @@ class WeightReader:
         self._count(name)
         return stored
 
-    def take_prefixed(self, prefix: str) -> dict[str, torch.Tensor]:
-        """Every tensor whose name starts with `prefix`, as stored: views of the mapped file, no copy.
-
-        Raises:
-            CheckpointFileError: one is not finite (if checked).
-        """
-        tensors = {}
-        for name in sorted(name for name in self._files if name.startswith(prefix)):
-            file = self._files[name]
-            stored = _view(file, name)
-            if self._check_finite and stored.is_floating_point() and not _is_finite(stored):
-                raise CheckpointFileError(f"{file.path}: tensor {name} holds NaN or infinity")
-            self._count(name)
-            tensors[name] = stored
-        return tensors
-
     def must_repeat(self, name: str, other: str) -> None:
         """Takes tensor `name` only to see that it is a copy of `other`.
 
