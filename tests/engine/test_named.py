@@ -597,7 +597,7 @@ def test_while_a_prompt_is_being_removed_nobody_loads_it(model: LoadedModel, tok
         assert there.engine.reset_prefix_cache().result(10)
         assert there.ask(words(1, 200), 1).load.num_tokens == 192, "what was computed meanwhile is saved"
         there.engine.fresh_stats().result(10)  # behind all that was asked for before
-        assert not there.engine.tiering._forgetting  # type: ignore[union-attr]
+        assert not there.engine.tiering.saves._shunned  # type: ignore[union-attr]
 
 
 def test_what_a_store_would_not_remove_goes_with_the_next_attempt(
@@ -730,7 +730,7 @@ def test_everything_at_once(
         assert results and sum(results[0]) > 20, results
         assert there.scheduler.cache.memory.peak_committed_bytes <= cache_bytes
         there.engine.fresh_stats().result(10)  # behind all that was asked for before
-        assert not there.engine.tiering._forgetting  # type: ignore[union-attr]
+        assert not there.engine.tiering.saves._shunned  # type: ignore[union-attr]
         assert all(lookup.done is None for lookup in there.engine.tiering._lookups.values())  # type: ignore[union-attr]
         if faults == Faults():
             there.settle()

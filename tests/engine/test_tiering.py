@@ -314,6 +314,6 @@ def test_a_store_gets_a_guess_only_where_its_bytes_stand_for_as_many_pages(
         tiering = served.engine.tiering
         assert tiering is not None
         guesses = [n for n in served.scheduler.cache.tree.state_nodes.values() if n.reason == "interval"]
-        stored = [n.depth * UNIT for n in guesses if tiering._is_stored(n.key)]
+        stored = [n.depth * UNIT for n in guesses if n.key in tiering.saves.known]
         assert len(guesses) > 20 and coarse >= 512
         assert stored == list(range(coarse, 2100, coarse))

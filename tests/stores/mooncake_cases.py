@@ -258,7 +258,7 @@ def test_a_tier_among_others(server: Server, tmp_path: Path) -> None:
     owner = start_owner(server, "promoted")
     pool = MooncakeStore(connect(server, 0), IDENTITY)
     tiers = Tiers([MemoryStore(IDENTITY, budget_bytes=64 * MIB), pool])
-    tiers.forbid_thread(threading.get_ident())
+    tiers.forbid_thread(threading.current_thread())
     wanted = chain("promoted", 4, record_bytes=100_000)
     found = tiers.find(keys(wanted), deadline_seconds=SECONDS).result(SECONDS)
     assert [each.tier for each in found] == [1] * 4

@@ -283,7 +283,7 @@ def test_the_payload_is_released_exactly_once(why: str) -> None:
 
 
 def test_the_engine_s_thread_must_not_wait_for_a_store() -> None:
-    forbidden = {threading.get_ident()}
+    forbidden = {threading.current_thread()}
     store = GuardedStore(ScriptedStore(), forbidden_threads=forbidden)
     for call in (store.lookup, store.load, store.remove):
         with pytest.raises(InvariantError, match="must not wait"):

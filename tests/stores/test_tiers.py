@@ -46,7 +46,7 @@ def stores() -> list[ScriptedStore]:
 @pytest.fixture
 def tiers(stores: list[ScriptedStore], gate: threading.Event) -> Iterator[Tiers]:
     made = Tiers(stores)
-    made.forbid_thread(threading.get_ident())
+    made.forbid_thread(threading.current_thread())
     yield made
     gate.set()
     made.close()
@@ -533,7 +533,7 @@ def test_faults_in_all_tiers_cost_hits_only(tmp_path: Path, seed: int) -> None:
 
     def client(number: int) -> None:
         source = random.Random(1000 * seed + number)
-        tiers.forbid_thread(threading.get_ident())
+        tiers.forbid_thread(threading.current_thread())
         try:
             for _ in range(60):
                 path = source.choice(paths)

@@ -313,7 +313,7 @@ class Manifests:
         Raises:
             StoresUnavailable: a store that says nothing may have what was not found.
         """
-        silent = [each.name for each in self._tiers.counters() if each.breaker_is_open]
+        silent = [each.name for each in self._tiers.counters() if each.breaker_is_open and each.takes_saves]
         if silent or until.has_passed:
             who = ", ".join(silent) or "a store"
             raise StoresUnavailable(f"{who} does not answer, so that the name cannot be looked up; try again")

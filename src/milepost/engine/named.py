@@ -105,7 +105,7 @@ class NamedConversations:
         tokens = [max(usable(offers), default=0) for offers in stored]
         saved = Saved(
             name,
-            dict(zip(tiering.tiers.names, tokens, strict=True)),
+            dict(zip((tiering.tiers.names[tier] for tier in tiering.tiers.kept), tokens, strict=True)),
             cached_tokens,
             len(best),
             sum(segment.num_bytes for segment in best),
@@ -129,14 +129,14 @@ class NamedConversations:
                 node
                 for node in checkpoints
                 if node.depth * self._unit not in everywhere
-                and (node is checkpoints[-1] or tiering.is_worth_saving(node))
+                and (node is checkpoints[-1] or tiering.saves.is_worth(node))
             ]
             keys.update(node.key for node in missing)
-            tiering.save_again(missing)
+            tiering.saves.save_again(missing)
             return checkpoints[-1].depth * self._unit if checkpoints else 0
 
         def is_saving(scheduler: Scheduler, now: float) -> bool:
-            return tiering.is_saving(keys)
+            return tiering.saves.is_saving(keys)
 
         cached_tokens = await self._act(begin)
         pauses = poll_pauses(until)
@@ -306,7 +306,7 @@ class NamedConversations:
         def attempt(scheduler: Scheduler, now: float) -> paths.Forgotten | None:
             if tiering is not None and not shunned:
                 shunned.extend(chain.keys[num_kept_units:])
-                tiering.shun(shunned)
+                tiering.saves.shun(shunned)
             done = paths.forget(
                 scheduler.cache,
                 scheduler.transfers,
@@ -318,13 +318,13 @@ class NamedConversations:
             if done is not None:
                 self._engine.explainer.forget(domain, chain.tokens, done.num_kept_units * self._unit)
                 if tiering is not None:
-                    tiering.shun(done.keys)
+                    tiering.saves.shun(done.keys)
                     shunned.extend(done.keys)
             return done
 
         def admit(scheduler: Scheduler, now: float) -> None:
             if tiering is not None:
-                tiering.admit(shunned)
+                tiering.saves.admit(shunned)
 
         try:
             pauses = poll_pauses(until)
@@ -349,7 +349,7 @@ class NamedConversations:
                 tiering.tiers.followers(list(everything), deadline_seconds=until.call_seconds)
             )
             everything.update(dict.fromkeys(key for each in found for key in each or ()))
-            future = await self._act(lambda scheduler, now: tiering.remove(list(everything)))
+            future = await self._act(lambda scheduler, now: tiering.saves.remove(list(everything)))
             num_removed = await removed(future, until)
             silent = [name for name, each in zip(tiering.tiers.names, found, strict=True) if each is None]
             if silent:
@@ -394,7 +394,8 @@ class NamedConversations:
 
     def _stores(self, operation: str) -> tuple[Manifests, Tiering]:
         tiering = self._engine.tiering
-        if self._manifests is None or tiering is None:
+        has_none = operation == "save" and tiering is not None and not tiering.tiers.takes_saves
+        if self._manifests is None or tiering is None or has_none:
             raise RequestError(
                 None,
                 f"this server has no store to {operation} conversations "
@@ -419,7 +420,7 @@ class NamedConversations:
         return found
 
     async def _stored(self, tiering: Tiering, chain: KeyChain, until: Until) -> list[list[StoredCheckpoint]]:
-        """Segments of the prompt that each store has, by ascending position."""
+        """Segments of the prompt that each store has which takes saves, by ascending position."""
         keys, codec = chain.keys, tiering.codec
         found = await asyncio.wrap_future(tiering.tiers.find_each(keys, deadline_seconds=until.call_seconds))
         return [
@@ -428,7 +429,7 @@ class NamedConversations:
                 for units, header in enumerate(headers or (), 1)
                 if header is not None and (stored := codec.checkpoint(header, keys, units)) is not None
             ]
-            for headers in found
+            for headers in (found[tier] for tier in tiering.tiers.kept)
         ]
 
 

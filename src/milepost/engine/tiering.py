@@ -10,25 +10,23 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from milepost.core import reasons
 from milepost.core.admission import fits
 from milepost.core.plan import StepPlan
 from milepost.core.queues import is_background
 from milepost.core.request import Request, RequestStatus
 from milepost.core.scheduler import Scheduler
-from milepost.core.transfers import ANY_COST, Restore, SegmentRecords, TransferCost, choose_segments
-from milepost.core.tree import Node
+from milepost.core.transfers import ANY_COST, Restore, TransferCost, choose_segments
 from milepost.core.units import floor_div
 from milepost.engine import lookups as ended
 from milepost.engine import tiering_limits as limits
-from milepost.engine.known_keys import KnownKeys
 from milepost.engine.lookups import Lookup
 from milepost.engine.messages import EngineError, LoadNote
+from milepost.engine.saving import Saves
 from milepost.engine.segments import SegmentCodec
 from milepost.stores.port import StoredSegment
 
@@ -39,7 +37,7 @@ log = logging.getLogger("milepost.engine")
 
 
 class Tiering:
-    """Loads for waiting requests, saves of new checkpoints.
+    """Loads for waiting requests; saves of new checkpoints are in `saves`.
 
     Args:
         clock: seconds, monotonic; the engine's own.
@@ -68,39 +66,26 @@ class Tiering:
         self._wake = wake
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lookups: dict[int, Lookup] = {}
-        self._known = KnownKeys()
-        self._pending: deque[tuple[Node, float]] = deque()
-        self._saving: dict[bytes, SegmentRecords] = {}
-        self._saving_bytes = 0
-        self._is_blocked = False
         self._num_restores = 0
-        self._removed: list[bytes] | None = None
-        self._forgetting: Counter[bytes] = Counter()
-        self._deferred: list[tuple[Node, float]] = []
         self._always_loads = always_loads
         self.seconds_per_token = (
             limits.PATIENT_SECONDS_PER_TOKEN if always_loads else limits.INITIAL_SECONDS_PER_TOKEN
         )
         cache = scheduler.cache
         self._unit = cache.match_unit
-        self._max_saving_bytes = floor_div(cache.memory.budget_bytes, limits.SAVING_SHARE)
-        self._decode_interval = cache.config.decode_interval
-        self._guess_interval = cache.geometry.default_checkpoint_interval()
         self.outcomes: Counter[str] = Counter()
         """Lookups by how they ended."""
         self.prefetch_outcomes: Counter[str] = Counter()
         self.num_prefetched_tokens = 0
         self.num_queried_tokens = 0
         self.num_loaded_tokens = 0
-        self.num_unsaved = 0
-        """Checkpoints that were gone, or refused, before they were saved."""
-        cache.tree.listeners.append(self)
+        self.saves = Saves(tiers, scheduler, codec, clock, self._put)
 
     # -- for the engine ------------------------------------------------------------------------
 
     def begin(self) -> None:
         """In the engine thread, before anything else: no store may ever be called on it."""
-        self.tiers.forbid_thread(threading.get_ident())
+        self.tiers.forbid_thread(threading.current_thread())
 
     def close(self) -> None:
         """Close the stores; the engine thread has ended."""
@@ -109,7 +94,7 @@ class Tiering:
     @property
     def has_work(self) -> bool:
         """Whether `turn` has something to do without a new step."""
-        return not self._events.empty() or (bool(self._pending) and self._may_save())
+        return not self._events.empty() or self.saves.may_save()
 
     def consider(self, request: Request) -> None:
         """A request was added: ask the stores for what the cache lacks, and hold it back meanwhile."""
@@ -143,7 +128,7 @@ class Tiering:
     def _look_up(self, lookup: Lookup) -> None:
         self._lookups[lookup.request.request_id] = lookup
         keys = lookup.outlook.keys
-        end = next((i for i, key in enumerate(keys) if key in self._forgetting), len(keys))
+        end = next((i for i, key in enumerate(keys) if self.saves.is_shunned(key)), len(keys))
         future = self.tiers.find(keys[:end], deadline_seconds=lookup.deadline - lookup.begun_at)
         future.add_done_callback(lambda done: self._put(lambda: self._take_found(lookup, done)))
 
@@ -165,7 +150,7 @@ class Tiering:
                     self._end(lookup, ended.NO_ROOM)
             elif lookup.note is None and now >= lookup.deadline:
                 self._end(lookup, ended.TOO_LATE)
-        self._save_some()
+        self.saves.save_some()
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """Learn what computing a token costs."""
@@ -181,10 +166,8 @@ class Tiering:
     @property
     def save_lag_seconds(self) -> float:
         """Age of the oldest checkpoint that is not saved yet."""
-        try:
-            waiting = self._clock() - self._pending[0][1]
-        except IndexError:
-            waiting = 0.0
+        since = self.saves.waiting_since
+        waiting = 0.0 if since is None else self._clock() - since
         return max(waiting, self.tiers.oldest_pending_seconds)
 
     def tier_counters(self) -> list[TierCounters]:
@@ -193,16 +176,16 @@ class Tiering:
 
     @property
     def num_pending_saves(self) -> int:
-        return len(self._pending) + len(self._deferred) + len(self._saving)
+        return self.saves.num_pending
 
     def drain(self, timeout_seconds: float) -> bool:
         """Save everything that waits, as long as time is left; whether all is saved."""
         deadline = self._clock() + timeout_seconds
         while True:
             self._apply_events()
-            self._save_some(limit=limits.MAX_PENDING_SAVES)
+            self.saves.save_some(limit=limits.MAX_PENDING_SAVES)
             left = deadline - self._clock()
-            if not self._saving and not self._pending:
+            if self.saves.is_done:
                 return True
             if left <= 0:
                 return False
@@ -214,7 +197,7 @@ class Tiering:
     def _settle(self, timeout_seconds: float) -> bool:
         """Wait until nobody reads or writes records any more."""
         deadline = self._clock() + timeout_seconds
-        while self._saving or self._num_restores:
+        while self.saves.is_reading or self._num_restores:
             left = deadline - self._clock()
             if left <= 0:
                 return False
@@ -236,49 +219,12 @@ class Tiering:
         """
         if not self._settle(limits.SETTLE_SECONDS):
             raise EngineError("a transfer does not end, so that wrong checkpoints cannot be dropped")
-        self._removed = []
+        self.saves.removed = []
         num_dropped = drop()
-        keys = [*self._removed, *(request.chain.keys if request.chain is not None else ())]
-        self._removed = None
-        for key in keys:
-            self._known.discard(key)
-        self.tiers.remove(list(dict.fromkeys(keys)))
+        keys = [*self.saves.removed, *(request.chain.keys if request.chain is not None else ())]
+        self.saves.removed = None
+        self.saves.remove(list(dict.fromkeys(keys)))
         return num_dropped
-
-    def save_again(self, nodes: Iterable[Node]) -> None:
-        """Save these checkpoints of a path, in order of position, whatever is known of the stores."""
-        wanted = {node.key: node for node in nodes}
-        # What waits already would come before what it builds on.
-        self._pending = deque(entry for entry in self._pending if entry[0].key not in wanted)
-        for node in wanted.values():
-            self._known.discard(node.key)
-            self._enqueue(node)
-
-    def is_saving(self, keys: set[bytes]) -> bool:
-        """Whether one of these checkpoints waits to be saved, or is being saved."""
-        waiting = (node.key for node, _ in (*self._pending, *self._deferred))
-        return any(key in keys for key in (*self._saving, *waiting))
-
-    def shun(self, keys: Sequence[bytes]) -> None:
-        """Neither load nor save these until `admit`: they are about to be removed. What began goes on."""
-        self._known.discard(*keys)
-        self._forgetting.update(keys)
-
-    def admit(self, keys: Sequence[bytes]) -> None:
-        """Undo one `shun`; what came to be saved meanwhile is saved now."""
-        self._forgetting -= Counter(keys)
-        self._pending.extend(self._deferred)
-        self._deferred = []
-
-    def _is_shunned(self, node: Node) -> bool:
-        """Whether a save could take units along that are about to be removed."""
-        above = self._scheduler.cache.tree.ancestors(node)
-        return bool(self._forgetting) and any(each.key in self._forgetting for each in (node, *above))
-
-    def remove(self, keys: Sequence[bytes]) -> Future[int]:
-        """See `Tiers.remove`."""
-        self._known.discard(*keys)
-        return self.tiers.remove(keys)
 
     # -- in ------------------------------------------------------------------------------------
 
@@ -312,7 +258,7 @@ class Tiering:
         for index, found in enumerate(done.result()):
             if found is None:
                 if not is_late:
-                    self._known.discard(keys[first + index])
+                    self.saves.known.discard(keys[first + index])
                 continue
             stored = self.codec.checkpoint(found.header, keys, first + index + 1)
             if stored is None:
@@ -341,7 +287,7 @@ class Tiering:
             return False
         outlook = self._transfers.outlook(request)
         cost = ANY_COST if lookup.is_prefetch else self._slowest(lookup)
-        offers = [o for o in lookup.offers if lookup.found[o.position].header.key not in self._forgetting]
+        offers = [o for o in lookup.offers if not self.saves.is_shunned(lookup.found[o.position].header.key)]
         chosen = [] if outlook is None else choose_segments(offers, outlook, cost)
         if outlook is None or not chosen:
             self._end(lookup, ended.SOONER_COMPUTED if self._is_linked(lookup) else ended.UNUSABLE)
@@ -371,8 +317,8 @@ class Tiering:
         if choose_segments(lookup.offers, outlook, ANY_COST):
             return True
         for found in lookup.found.values():
-            self._known.discard(found.header.key)
-            self._known.discard(found.header.parent_key)
+            self.saves.known.discard(found.header.key)
+            self.saves.known.discard(found.header.parent_key)
         return False
 
     def _fill(self, lookup: Lookup, restore: Restore, done: Future[list[StoredSegment | None]]) -> None:
@@ -392,7 +338,11 @@ class Tiering:
     def _finish(self, lookup: Lookup, restore: Restore, num_written: int) -> None:
         position = self._transfers.finish(restore, num_written, self._clock())
         for segment in restore.segments[:num_written]:
-            self._known.add(restore.lease.chain.keys[floor_div(segment.stored.position, self._unit) - 1])
+            self.saves.known.add(restore.lease.chain.keys[floor_div(segment.stored.position, self._unit) - 1])
+        for segment in restore.segments[num_written : num_written + 1]:
+            # It is gone, and what builds on it is of no use: whoever computes it is to save it again.
+            lost = [f.header.key for at, f in lookup.found.items() if at >= segment.stored.position]
+            self.saves.known.discard(*lost)
         lookup.restore = None
         self._num_restores -= 1
         num_tokens = max(0, position - lookup.outlook.hit_position)
@@ -415,86 +365,3 @@ class Tiering:
             self.prefetch_outcomes[outcome] += 1
             del self._lookups[lookup.request.request_id]
             lookup.done(lookup.note)
-
-    # -- out: what the tree tells ----------------------------------------------------------------
-
-    def checkpoint_added(self, node: Node) -> None:
-        if self.is_worth_saving(node):
-            self._enqueue(node)
-
-    def is_worth_saving(self, node: Node) -> bool:
-        position = node.depth * self._unit
-        # Guesses are fine because memory is free; on the way out a state should stand for as many bytes of
-        # pages.
-        every = {reasons.DECODE: self._decode_interval, reasons.INTERVAL: self._guess_interval}
-        interval = every.get(node.reason)
-        return interval is None or bool(interval and position % interval == 0)
-
-    def checkpoint_removed(self, node: Node) -> None:
-        """A save of what is gone finds out by itself."""
-        if self._removed is not None:
-            self._removed.append(node.key)
-
-    def path_ended(self, node: Node) -> None:
-        if node.states is not None:
-            self._enqueue(node)
-
-    def _enqueue(self, node: Node) -> None:
-        if self._is_stored(node.key):
-            return
-        self._pending.append((node, self._clock()))
-        if len(self._pending) > limits.MAX_PENDING_SAVES:
-            self._pending.popleft()
-            self.num_unsaved += 1
-
-    def _is_stored(self, key: bytes) -> bool:
-        """In a store, or on its way: what is saved next may build on it."""
-        return key in self._known or key in self._saving
-
-    def _may_save(self) -> bool:
-        return not self._is_blocked and (not self._saving or self._saving_bytes < self._max_saving_bytes)
-
-    def _save_some(self, limit: int = limits.SAVES_PER_TURN) -> None:
-        num_begun = 0
-        while self._pending and self._may_save() and num_begun < limit:
-            node, since = self._pending.popleft()
-            if self._is_stored(node.key):
-                continue
-            if self._is_shunned(node):
-                self._deferred.append((node, since))
-                continue
-            records = self._transfers.begin_save(node, self._is_stored)
-            if records is None:
-                self.num_unsaved += 1
-                continue
-            segment = self.codec.encode(records)
-            self._saving[node.key] = records
-            self._saving_bytes += segment.header.payload_bytes
-            if not self.tiers.save(segment, self._reporter(records, segment.header.payload_bytes)):
-                self._unpin(records, segment.header.payload_bytes)
-                if self._saving:
-                    self._is_blocked = True
-                    self._pending.appendleft((node, since))
-                else:
-                    self.num_unsaved += 1  # larger than the whole queue
-                return
-            num_begun += 1
-
-    def _reporter(self, records: SegmentRecords, num_bytes: int) -> Callable[[bool], None]:
-        return lambda ok: self._put(lambda: self._saved(records, num_bytes, ok))
-
-    def _saved(self, records: SegmentRecords, num_bytes: int, ok: bool) -> None:
-        self._is_blocked = False
-        self._unpin(records, num_bytes)
-        if not ok:
-            self.num_unsaved += 1
-        elif records.start and records.parent_key not in self._known:
-            # What it builds on was not saved: it is of no use alone.
-            self._enqueue(records.node)
-        else:
-            self._known.add(records.key)
-
-    def _unpin(self, records: SegmentRecords, num_bytes: int) -> None:
-        del self._saving[records.key]
-        self._saving_bytes -= num_bytes
-        self._transfers.end_save(records)

@@ -15,3 +15,6 @@ SETTLE_SECONDS = 30.0
 """Stores end every call long before."""
 MAX_PENDING_SAVES = 4096
 """Checkpoints that wait for a slow store; the oldest are given up beyond that."""
+LOSS_PAUSE_SECONDS = 60.0
+"""A path that a store lost is saved again at most so often: the store may be too small for it."""
+MAX_SAVED_AGAIN = 1 << 14

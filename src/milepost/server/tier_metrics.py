@@ -61,7 +61,12 @@ class TierCollector(Collector):
         yield make.counter(
             "milepost:unsaved_checkpoints",
             "Checkpoints that were evicted or refused before they were saved.",
-            tiering.num_unsaved,
+            tiering.saves.num_unsaved,
+        )
+        yield make.counter(
+            "milepost:store_losses",
+            "Segments that a store took although it had lost what they build on.",
+            tiering.saves.num_lost,
         )
         yield make.gauge(
             "milepost:pending_saves", "Checkpoints that wait to be saved.", tiering.num_pending_saves

@@ -61,6 +61,7 @@ class FaultyStore:
     ) -> None:
         self.store = store
         self.name = store.name
+        self.takes_saves = store.takes_saves
         self.faults = faults
         self.outcomes: Outcomes = getattr(store, "outcomes", None) or Outcomes()
         self._random = random.Random(seed)

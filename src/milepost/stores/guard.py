@@ -104,8 +104,8 @@ class GuardedStore:
     dropped; after some failures in a row calls are refused at once for a while.
 
     Args:
-        forbidden_threads: identifiers of threads that must never wait for a store, such as the engine's;
-            a call from one of them is a bug and raises InvariantError.
+        forbidden_threads: threads that must never wait for a store, such as the engine's; a call from one of
+            them is a bug and raises InvariantError. Not their numbers, which later threads may have again.
     """
 
     def __init__(
@@ -114,10 +114,11 @@ class GuardedStore:
         options: GuardOptions | None = None,
         *,
         clock: Clock = time.monotonic,
-        forbidden_threads: Collection[int] = frozenset(),
+        forbidden_threads: Collection[threading.Thread] = frozenset(),
     ) -> None:
         self.store = store
         self.name = store.name
+        self.takes_saves: bool = getattr(store, "takes_saves", True)
         self.options = options or GuardOptions()
         self.breaker = Breaker(self.options, clock)
         self.meter = Meter(
@@ -177,6 +178,16 @@ class GuardedStore:
         self.outcomes.add(oc.SAVE, oc.NOT_SAVED, len(segments) - num_saved)
         return [bool(each) for each in saved] if saved is not None else [False] * len(segments)
 
+    def try_has(self, keys: Sequence[bytes], deadline_seconds: float) -> list[bool] | None:
+        """Whether the store has each segment; None if it did not answer. No request asks: neither hits nor
+        misses are counted."""
+
+        def lookup(seconds: float) -> list[SegmentHeader | None]:
+            return self.store.lookup(keys, deadline_seconds=seconds)
+
+        found = self._call(oc.SAVE, len(keys), deadline_seconds, lookup)
+        return None if found is None else [each is not None for each in found]
+
     def remove(self, keys: Sequence[bytes], *, deadline_seconds: float) -> int:
         return self.try_remove(keys, deadline_seconds) or 0
 
@@ -218,9 +229,9 @@ class GuardedStore:
         """Raises:
         InvariantError: this thread must never wait for a store.
         """
-        if threading.get_ident() in self._forbidden_threads:
-            thread = threading.current_thread().name
-            raise InvariantError(f"store {self.name} was called on thread {thread}, which must not wait")
+        thread = threading.current_thread()
+        if thread in self._forbidden_threads:
+            raise InvariantError(f"store {self.name} was called on thread {thread.name}, which must not wait")
 
     def _call(
         self,

@@ -56,6 +56,7 @@ class ObjectStore(ABC):
         clock: monotonic seconds.
     """
 
+    takes_saves = True
     expected_call_seconds = 0.0005
     expected_load_bytes_per_second = 1e9
     """Believed until they were measured."""

@@ -90,6 +90,10 @@ class SegmentStore(Protocol):
     name: str
     """How the tier is called in metrics and logs; unique within a process."""
 
+    takes_saves: bool
+    """False: somebody else decides what is in it. `save` then saves nothing, `remove` removes nothing, and
+    tiers do not ask for either."""
+
     def lookup(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[SegmentHeader | None]:
         """Headers of the segments that end at `keys`; None where there is none that can be read."""
         ...

@@ -61,6 +61,7 @@ class TierCounters:
         breaker_is_open: it is left alone at present.
         usage: (bytes used, bound in bytes) of a store in this process or on its disk, as this process knows
             it; None elsewhere.
+        takes_saves: False where somebody else decides what is in it.
     """
 
     name: str
@@ -69,6 +70,7 @@ class TierCounters:
     pending_save_bytes: int
     breaker_is_open: bool
     usage: tuple[int, int] | None = None
+    takes_saves: bool = True
 
     @property
     def read_bytes(self) -> int:
@@ -117,14 +119,19 @@ class Tiers:
         if not stores or len(set(self.names)) < len(self.names):
             raise StoreError(f"tiers need stores with different names, not {list(self.names)}")
         self.options = options or TiersOptions()
-        self.forbidden_threads: set[int] = set()
+        self.forbidden_threads: set[threading.Thread] = set()
         self._clock = clock
         self._stores = [
             GuardedStore(store, guard_options, clock=clock, forbidden_threads=self.forbidden_threads)
             for store in stores
         ]
+        self.kept = tuple(tier for tier, store in enumerate(self._stores) if store.takes_saves)
+        """Numbers of the tiers that take what is saved."""
+        self.on_losses: Callable[[Sequence[tuple[bytes, bytes]]], None] = lambda lost: None
+        """Told (key, parent key) of segments that a tier took without having what they build on."""
         self._writes = WriteBehind(
-            self._stores,
+            [self._stores[tier] for tier in self.kept],
+            on_losses=lambda lost: self.on_losses(lost),
             max_pending_bytes=self.options.max_pending_save_bytes,
             max_batch_bytes=self.options.max_batch_bytes,
             save_deadline_seconds=self.options.save_deadline_seconds,
@@ -137,10 +144,15 @@ class Tiers:
         self._transfers: dict[bytes, _Transfer] = {}
         self._closed = False
 
-    def forbid_thread(self, thread_id: int) -> None:
+    @property
+    def takes_saves(self) -> bool:
+        """Whether anything can be saved at all."""
+        return bool(self.kept)
+
+    def forbid_thread(self, thread: threading.Thread) -> None:
         """From now on a store that is called on this thread raises InvariantError: the thread of an engine
         must never wait for one."""
-        self.forbidden_threads.add(thread_id)
+        self.forbidden_threads.add(thread)
 
     # ------------------------------------------------------------ in
 
@@ -156,12 +168,16 @@ class Tiers:
     def find_each(
         self, keys: Sequence[bytes], *, deadline_seconds: float
     ) -> Future[list[list[SegmentHeader | None] | None]]:
-        """What every tier has of the segments that end at `keys`; None for one that was not in time."""
+        """By number, what each tier that takes saves has of the segments that end at `keys`; None for others,
+        and for one that was not in time."""
         future: Future[list[list[SegmentHeader | None] | None]] = Future()
         answer = Answer(future, len(self._stores))
         deadline = Deadline(deadline_seconds, self._clock)
         self._timer.after(deadline_seconds, answer.finish)
         for tier in range(len(self._stores)):
+            if tier not in self.kept:
+                answer.put(tier, None)
+                continue
             self._start(self._find_lane, answer, partial(self._find_at, tier, list(keys), deadline, answer))
         return future
 
@@ -269,7 +285,7 @@ class Tiers:
 
     def _promote(self, transfer: _Transfer, segment: StoredSegment, tier: int) -> None:
         key = segment.header.key
-        faster = [index for index in range(tier) if not self._writes.is_pending(index, key)]
+        faster = [q for q, at in enumerate(self.kept) if at < tier and not self._writes.is_pending(q, key)]
         if faster and transfer.may_promote:
             # What was computed comes before what a slower tier keeps anyway.
             self._writes.save(segment, faster, lambda saved: None, share=0.5)
@@ -277,7 +293,7 @@ class Tiers:
     # ------------------------------------------------------------ out
 
     def save(self, segment: StoredSegment, done: Callable[[bool], None]) -> bool:
-        """Save to every tier that does not have it, behind the caller's back.
+        """Save to every tier that takes it and does not have it, behind the caller's back.
 
         Args:
             segment: its payload may be views of live memory; it must not change before `done`.
@@ -287,7 +303,7 @@ class Tiers:
         Returns:
             False if there is no room for it now; nothing is kept then, and `done` is not called.
         """
-        return self._writes.save(segment, range(len(self._stores)), done)
+        return self._writes.save(segment, range(len(self.kept)), done)
 
     def remove(self, keys: Sequence[bytes]) -> Future[int]:
         """Forget segments in every tier, pending saves included; how many there were.
@@ -305,7 +321,7 @@ class Tiers:
         self, keys: Sequence[bytes], *, deadline_seconds: float
     ) -> Future[list[list[bytes] | None]]:
         """Per tier, the keys of the segments there that build on these, as far as it can list them; None for
-        one that did not answer in time."""
+        one that did not answer in time. Where nothing can be removed nobody is asked."""
         future: Future[list[list[bytes] | None]] = Future()
         answer = Answer(future, len(self._stores))
         deadline = Deadline(deadline_seconds, self._clock)
@@ -316,7 +332,10 @@ class Tiers:
             answer.put(tier, found)
 
         for tier in range(len(self._stores)):
-            self._start(self._find_lane, answer, partial(ask, tier))
+            if tier in self.kept:
+                self._start(self._find_lane, answer, partial(ask, tier))
+            else:
+                answer.put(tier, [])
         return future
 
     @property
@@ -364,9 +383,12 @@ class Tiers:
                 name=store.name,
                 outcomes=store.outcomes.snapshot(),
                 calls=store.meter.totals(),
-                pending_save_bytes=self._writes.pending_bytes_of(index),
+                pending_save_bytes=(
+                    self._writes.pending_bytes_of(self.kept.index(index)) if store.takes_saves else 0
+                ),
                 breaker_is_open=store.breaker.is_open,
                 usage=getattr(store.store, "known_usage", None),
+                takes_saves=store.takes_saves,
             )
             for index, store in enumerate(self._stores)
         ]

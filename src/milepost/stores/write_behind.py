@@ -15,7 +15,7 @@ from milepost.errors import StoreError
 from milepost.stores import outcomes as oc
 from milepost.stores.guard import GuardedStore
 from milepost.stores.objects import Clock
-from milepost.stores.port import StoredSegment
+from milepost.stores.port import SegmentHeader, StoredSegment
 from milepost.stores.segment_format import with_digest
 
 logger = logging.getLogger(__name__)
@@ -120,6 +120,8 @@ class WriteBehind:
     once from the tiers before it when it has time: a path with a gap would be of no use after a restart.
 
     Args:
+        on_losses: told (key, parent key) of segments that a tier has now without what they build on; from its
+            thread.
         max_pending_bytes: payloads that are held at most; more is refused.
         max_batch_bytes: payloads in one call to a store, unless a single one is larger.
         save_deadline_seconds: of one call.
@@ -129,11 +131,13 @@ class WriteBehind:
         self,
         stores: Sequence[GuardedStore],
         *,
+        on_losses: Callable[[Sequence[tuple[bytes, bytes]]], None],
         max_pending_bytes: int,
         max_batch_bytes: int,
         save_deadline_seconds: float,
         clock: Clock,
     ) -> None:
+        self._on_losses = on_losses
         self._max_pending_bytes = max_pending_bytes
         self._max_batch_bytes = max_batch_bytes
         self._save_deadline_seconds = save_deadline_seconds
@@ -237,21 +241,24 @@ class WriteBehind:
                 counts.append(count or 0)
                 if count is None:
                     silent.append(name)
-                if len(counts) < len(self._queues):
+                if len(counts) < len(queues):
                     return
             if silent:
                 future.set_exception(StoreError(f"not removed from {', '.join(silent)}: no answer"))
             else:
                 future.set_result(max(counts))
 
+        queues = self._queues
         with self._condition:
             closed = self._closed
-            for each in () if closed else self._queues:
+            for each in () if closed else queues:
                 for key in keys:
                     each.owed.pop(key, None)
                 self._append_removal(each, keys, partial(done, each.store.name))
         if closed:
             future.set_exception(StoreError("the stores are closed"))
+        elif not queues:
+            future.set_result(0)
         return future
 
     def _append_removal(
@@ -314,9 +321,24 @@ class WriteBehind:
                     deadline_seconds=self._save_deadline_seconds,
                     released=batch.arrived,
                 )
+                headers = [save.segment.header for save, done in zip(work, results, strict=True) if done]
                 batch.known(results)
                 del batch
+                self._look_for_losses(queue, headers)
             del work
+
+    def _look_for_losses(self, queue: _Queue, saved: Sequence[SegmentHeader]) -> None:
+        """A store may have lost what was saved before: removed by hand, evicted, or forgotten by a server
+        that was started anew. Nobody who has the path in memory would notice before the next restart."""
+        own = {header.key for header in saved}
+        children = {h.parent_key: h.key for h in saved if h.start and h.parent_key not in own}
+        with self._condition:
+            expected = queue.keys | queue.owed.keys()
+            parents = [] if self._closed else [key for key in children if key not in expected]
+        found = queue.store.try_has(parents, self._save_deadline_seconds) if parents else []
+        lost = [(children[key], key) for key, has in zip(parents, found or (), strict=False) if not has]
+        if lost:
+            self._on_losses(lost)
 
     def _next(self, queue: _Queue) -> Sequence[_Save] | _Removal | _Repair | None:
         """A removal, or saves up to it, or a repair when there is neither; None at the end."""
