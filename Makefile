@@ -13,6 +13,7 @@ PORT ?= 8000
 MODEL ?=
 SERVE_ARGS ?=
 PYTEST_ARGS ?=
+PEERS_ARGS ?=
 # Test processes. Two are what the smallest machine has; each of them uses one thread.
 JOBS ?= 2
 
@@ -74,6 +75,39 @@ native-if-possible: $(VENV)/.stamp-torch
 		$(MAKE) --no-print-directory native || echo '== native kernels failed to build (above): plain torch will be used ==' >&2; \
 	fi
 
+# Builds that only tests use: with sanitizers, and a self-check program for this and for another CPU.
+SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -g1
+KERNEL_CHECK := cmake -DMP_KERNEL_CHECK=ON -DCMAKE_BUILD_TYPE=Release -S native -B
+AARCH64 := -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
+	-DCMAKE_EXE_LINKER_FLAGS=-static
+
+.PHONY: native-checks
+native-checks: build/asan/.stamp build/check-host/.stamp build/check-aarch64/.stamp ## kernels with sanitizers and for other CPUs, as test-full runs them
+	@:
+
+build/asan/.stamp: $(NATIVE_SOURCES) | $(VENV)/.stamp-torch
+	@echo '== native kernels with sanitizers =='
+	@CXXFLAGS='$(SANITIZE)' LDFLAGS='$(SANITIZE)' $(PIP) install --no-deps --upgrade --target build/asan/site \
+		-C build-dir=$(CURDIR)/build/asan/cmake -C cmake.define.MP_OPTIMIZATION=-O1 $(NATIVE_PIP_ARGS) ./native
+	@touch $@
+
+build/check-host/.stamp: $(NATIVE_SOURCES)
+	@echo '== kernel self-check =='
+	@$(KERNEL_CHECK) build/check-host >/dev/null && cmake --build build/check-host --parallel $(JOBS)
+	@touch $@
+
+build/check-aarch64/.stamp: $(NATIVE_SOURCES)
+	@echo '== kernel self-check for aarch64 =='
+	@$(KERNEL_CHECK) build/check-aarch64 $(AARCH64) >/dev/null && cmake --build build/check-aarch64 --parallel $(JOBS)
+	@touch $@
+
+.PHONY: native-checks-if-possible
+native-checks-if-possible: $(VENV)/.stamp-torch
+	@if [ '$(NATIVE)' != 0 ]; then \
+		$(MAKE) --no-print-directory --keep-going native-checks \
+			|| echo '== not all checks of the kernels could be built (above): their tests will be skipped ==' >&2; \
+	fi
+
 .PHONY: serve
 serve: $(VENV)/.stamp-serve native-if-possible ## serve the embedded model (or MODEL=dir) on HOST:PORT, 127.0.0.1:8000
 	$(VENV)/bin/milepost serve $(MODEL) --host $(HOST) --port $(PORT) $(SERVE_ARGS)
@@ -83,7 +117,7 @@ test: $(VENV)/.stamp-test native-if-possible ## the tests, offline, in under ten
 	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist worksteal -m 'not slow and not service and not oracle' $(PYTEST_ARGS)
 
 .PHONY: test-full
-test-full: $(VENV)/.stamp-full native-if-possible ## what `make test` leaves out: long simulation, oracles, services
+test-full: $(VENV)/.stamp-full native-if-possible native-checks-if-possible ## what `make test` leaves out: long simulation, oracles, services
 	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist worksteal -m 'slow or service or oracle' $(PYTEST_ARGS)
 
 .PHONY: kill-test
@@ -131,7 +165,13 @@ bench: $(VENV)/.stamp-bench native-if-possible ## scheduler cost and the ten-tur
 	$(PY) bench/core.py
 	$(PY) bench/multiturn.py
 
+# Other engines get environments of their own under .peers; llama.cpp is compiled there, half an hour on a core.
+.PHONY: bench-peers
+bench-peers: $(VENV)/.stamp-bench native-if-possible ## compare with llama.cpp, vLLM and transformers; PEERS_ARGS=--quick
+	$(PY) bench/peer_install.py
+	$(PY) bench/peers.py $(PEERS_ARGS)
+
 .PHONY: clean
 clean: ## remove environments and caches
-	rm -rf $(VENV) .venv-core build dist native/build src/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-core .peers build dist native/build src/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -29,6 +29,8 @@ from milepost.kernels.api import KdaInputs, KdaParams, select_kernels
 from milepost.kernels.index import AttentionIndex, RecurrentIndex, RowSpan
 from milepost.kernels.native_library import native_library
 from milepost.models import load_model
+from milepost.models.description import ModelDescription
+from milepost.models.specs import DecoderSpec
 from milepost.runner.worker import TorchWorker
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -282,19 +284,22 @@ def measure_model(directory: Path, prompt_tokens: int, steps: int) -> list[Row]:
                 "decode_ms": times[1] * 1e3,
                 "decode_8_ms": times[8] * 1e3,
                 "batch_gain": 8 * times[1] / times[8],
-                "bytes_per_step": _bytes_per_step(runner.model),
+                "bytes_per_step": decode_step_bytes(runner.model.config, runner.model.describe()),
             }
         )
         runner.close()
     return rows
 
 
-def _bytes_per_step(model: Any) -> int:
-    """What a decode step must read at least: weights without the embedding table, and the states twice."""
-    spec = model.config
-    item = DTYPES[model.dtype].itemsize
+def decode_step_bytes(spec: DecoderSpec, description: ModelDescription, context: int = 0) -> int:
+    """What a decode step of one sequence must move at least.
+
+    Weights without the embedding table, running states read and written, and the KV of `context` tokens.
+    """
+    item = DTYPES[description.dtype].itemsize
     embedding = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size
-    return (model.describe().num_parameters - embedding) * item + 2 * model.geometry(1).state_bytes
+    weights = (description.num_parameters - embedding) * item
+    return weights + 2 * description.state_bytes + context * description.bytes_per_token
 
 
 def report(results: dict[str, list[Row]], bandwidth: float) -> None:

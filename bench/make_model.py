@@ -1,6 +1,7 @@
-"""Writes a random checkpoint in the published Kimi-Linear layout, for benchmarks.
+"""Writes a random checkpoint in the published Kimi-Linear or Qwen3.5 layout, for benchmarks.
 
     python bench/make_model.py /tmp/model-140m
+    python bench/make_model.py /tmp/qwen-140m --family qwen3_5
     python bench/make_model.py /tmp/model-moe --layers 8 --hidden 512 --experts 16
 
 Weights are random and drawn so that activations keep their size; the tokenizer is the embedded model's
@@ -17,6 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import qwen_layout
 import torch
 from safetensors.torch import save_file
 
@@ -30,6 +32,16 @@ SIZES = {
     "5m": [
         *("--layers", "4", "--hidden", "256", "--intermediate", "512"),
         *("--attention-heads", "2", "--vocabulary", "2048"),
+    ],
+    "qwen-142m": ["--family", "qwen3_5"],
+    "qwen-1gb": [
+        *("--family", "qwen3_5", "--layers", "20", "--hidden", "1280", "--intermediate", "3584"),
+        *("--linear-key-heads", "8", "--linear-value-heads", "16", "--attention-heads", "8"),
+    ],
+    "qwen-7m": [
+        *("--family", "qwen3_5", "--layers", "4", "--hidden", "256", "--intermediate", "512"),
+        *("--attention-heads", "2", "--kv-heads", "1", "--vocabulary", "4096"),
+        *("--linear-key-heads", "1", "--linear-value-heads", "2"),
     ],
 }
 """Options of the sizes that other benchmarks ask for by name."""
@@ -158,7 +170,7 @@ def add_mlp(tensors: Tensors, prefix: str, values: dict[str, Any], number: int) 
         add(f"{prefix}{down}.weight", hidden, inner)
 
     plain = ("gate_proj", "up_proj", "down_proj")
-    if number <= values["first_k_dense_replace"] or not values["num_experts"]:
+    if not values.get("num_experts") or number <= values["first_k_dense_replace"]:
         gated(f"{prefix}mlp.", plain, values["intermediate_size"])
         return
     block, inner = f"{prefix}block_sparse_moe.", values["moe_intermediate_size"]
@@ -172,19 +184,28 @@ def add_mlp(tensors: Tensors, prefix: str, values: dict[str, Any], number: int) 
 def make(directory: Path, options: argparse.Namespace) -> int:
     """Writes the checkpoint; returns its number of parameters."""
     directory.mkdir(parents=True, exist_ok=True)
-    values = config(options)
+    is_qwen = options.family == "qwen3_5"
+    values = qwen_layout.config(options) if is_qwen else config(options)
     (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    for name in TOKENIZER_FILES:
-        shutil.copyfile(EMBEDDED / name, directory / name)
+    if is_qwen:
+        qwen_layout.write_tokenizer(directory, EMBEDDED, options.vocabulary)
+    else:
+        for name in TOKENIZER_FILES:
+            shutil.copyfile(EMBEDDED / name, directory / name)
+    # Norms of this family are stored as their distance from one.
+    norm_mean = 0.0 if is_qwen else 1.0
     tensors = Tensors(directory, getattr(torch, options.dtype), options.seed)
     tensors.add("model.embed_tokens.weight", options.vocabulary, options.hidden, scale=1.0)
     for number in range(1, options.layers + 1):
         prefix = f"model.layers.{number - 1}."
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors.add(f"{prefix}{norm}.weight", options.hidden, scale=0.1, mean=1.0)
-        add_mixer(tensors, f"{prefix}self_attn.", values, number)
+            tensors.add(f"{prefix}{norm}.weight", options.hidden, scale=0.1, mean=norm_mean)
+        if is_qwen:
+            qwen_layout.add_mixer(tensors.add, prefix, values, number)
+        else:
+            add_mixer(tensors, f"{prefix}self_attn.", values, number)
         add_mlp(tensors, prefix, values, number)
-    tensors.add("model.norm.weight", options.hidden, scale=0.1, mean=1.0)
+    tensors.add("model.norm.weight", options.hidden, scale=0.1, mean=norm_mean)
     tensors.add("lm_head.weight", options.vocabulary, options.hidden)
     tensors.write_index()
     return tensors.num_parameters
@@ -195,12 +216,18 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--layers", type=int, default=12, help="every fourth is MLA, the others are KDA")
+    parser.add_argument("--family", choices=("kimi_linear", "qwen3_5"), default="kimi_linear")
+    parser.add_argument(
+        "--layers", type=int, default=12, help="every fourth has attention, the others a state: KDA or GDN"
+    )
     parser.add_argument("--hidden", type=int, default=768, help=f"a multiple of {HEAD_DIM}")
     parser.add_argument("--intermediate", type=int, default=2048)
     parser.add_argument("--attention-heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=2, help="Qwen3.5")
+    parser.add_argument("--linear-key-heads", type=int, default=4, help="Qwen3.5")
+    parser.add_argument("--linear-value-heads", type=int, default=8, help="Qwen3.5")
     parser.add_argument("--vocabulary", type=int, default=32_000)
-    parser.add_argument("--experts", type=int, default=0, help="0 = dense")
+    parser.add_argument("--experts", type=int, default=0, help="Kimi-Linear; 0 = dense")
     parser.add_argument("--expert-intermediate", type=int, default=256)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
