@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from milepost.core.hashing import token_bytes
 from milepost.core.lease import Lease, Reservation
 from milepost.core.plan import ChunkPlan, StateExport, WorkerRequest
 from milepost.core.request import Request
 
 
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Guesses of one chunk, see `ChunkPlan`.
+
+    Attributes:
+        tokens: uint32 LE.
+        num_own: tokens the worker drafts itself, instead.
+    """
+
+    tokens: bytes = b""
+    num_own: int = 0
+
+
+NO_DRAFTS = Drafts()
+
+
 def build_chunk(
-    request: Request, lease: Lease, end: int, reservation: Reservation, draft_tokens: bytes = b""
+    request: Request, lease: Lease, end: int, reservation: Reservation, drafts: Drafts = NO_DRAFTS
 ) -> ChunkPlan:
     """The command for tokens [num_processed, end) of `request`."""
     start = request.num_processed
@@ -30,7 +48,8 @@ def build_chunk(
         1 if end == num_tokens else 0,
         num_tokens - request.num_prompt_tokens,
         request.captures_logits and end == request.num_prompt_tokens,
-        draft_tokens=draft_tokens,
+        draft_tokens=drafts.tokens,
+        num_own_drafts=drafts.num_own,
         scored_offset=scored_start - start,
         scored_tokens=token_bytes(request.tokens[scored_start + 1 : scored_end + 1]),
         num_score_logprobs=request.prompt_logprobs or 0,

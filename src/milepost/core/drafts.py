@@ -11,11 +11,13 @@ from __future__ import annotations
 from array import array
 
 from milepost.core import reasons
+from milepost.core.assembly import NO_DRAFTS, Drafts
 from milepost.core.chunking import is_legal_export
 from milepost.core.hashing import token_bytes
 from milepost.core.lease import Lease, Reservation
 from milepost.core.metrics import CacheCounters
-from milepost.core.plan import ChunkPlan, ChunkResult, StepPlan
+from milepost.core.outcome import verified_drafts
+from milepost.core.plan import TOKEN_BYTES, ChunkPlan, ChunkResult, StepPlan
 from milepost.core.ports import Drafter
 from milepost.core.prefix_cache import PrefixCache
 from milepost.core.request import DraftRecord, Request
@@ -27,12 +29,16 @@ class DraftPlanner:
     """Adds drafts to decode chunks.
 
     Args:
+        drafter: who makes them; None = the worker, from hidden states that only it has.
         num_draft_tokens: most drafts per request and step.
         lengths: how many of them are worth it; all of them by default.
     """
 
     def __init__(
-        self, drafter: Drafter, num_draft_tokens: int, lengths: DraftLengths | FixedLength | None = None
+        self,
+        drafter: Drafter | None,
+        num_draft_tokens: int,
+        lengths: DraftLengths | FixedLength | None = None,
     ) -> None:
         self.drafter = drafter
         self.num_draft_tokens = num_draft_tokens
@@ -52,8 +58,8 @@ class DraftPlanner:
         self._num_decoding = num_decoding
         self._now = now
 
-    def plan(self, cache: PrefixCache, request: Request, reservation: Reservation) -> bytes:
-        """Drafts for the next decode chunk of `request`, uint32 LE, and the records they need besides.
+    def plan(self, cache: PrefixCache, request: Request, reservation: Reservation) -> Drafts:
+        """Drafts for the next decode chunk of `request`, and the records they need besides.
 
         They stop short of the last token the request may generate and of any token that would end it:
         both are sampled but never processed, with or without drafts.
@@ -65,24 +71,18 @@ class DraftPlanner:
             self.num_draft_tokens, self._spare_rows, request.max_tokens - request.num_output_tokens - 1
         )
         if room < 1 or not request.uses_drafts:
-            return b""
+            return NO_DRAFTS
         if request.drafting is None:
             request.drafting = DraftRecord(acceptance=self.lengths.first_acceptance)
         room = min(room, self.lengths.choose(request.drafting, self.num_draft_tokens, self._num_decoding))
-        drafts = self._proposed(request, room)
-        if not drafts:
-            return b""
-        end = self._reserve(cache, request, reservation, request.num_tokens + len(drafts))
-        drafts = drafts[: max(0, end - request.num_tokens)]
-        self._spare_rows -= len(drafts)
-        return token_bytes(drafts)
-
-    def _proposed(self, request: Request, max_drafts: int) -> array[int]:
-        if max_drafts < 1:
-            return array("I")
-        drafts = array("I", self.drafter.propose(request.request_id, request.tokens, max_drafts))[:max_drafts]
-        stop = next((at for at, token in enumerate(drafts) if token in request.stop_ids), len(drafts))
-        return drafts[:stop]
+        tokens = _proposed(self.drafter, request, room) if self.drafter is not None else None
+        count = room if tokens is None else len(tokens)
+        if count < 1:
+            return NO_DRAFTS
+        end = self._reserve(cache, request, reservation, request.num_tokens + count)
+        count = max(0, min(count, end - request.num_tokens))
+        self._spare_rows -= count
+        return Drafts(num_own=count) if tokens is None else Drafts(token_bytes(tokens[:count]))
 
     def _reserve(self, cache: PrefixCache, request: Request, reservation: Reservation, end: int) -> int:
         """Records for rows up to position `end`; returns up to where they can be had.
@@ -126,18 +126,32 @@ class DraftPlanner:
     ) -> None:
         """Count the drafts of a step that happened."""
         record = request.drafting
-        if record is None or not chunk.num_drafts:
+        num_drafts = floor_div(len(verified_drafts(chunk, result)), TOKEN_BYTES)
+        if record is None or not num_drafts:
             return
         num_accepted = result.end - chunk.end
         record.num_drafts += 1
-        record.num_draft_tokens += chunk.num_drafts
+        record.num_draft_tokens += num_drafts
         record.num_accepted_tokens += num_accepted
-        self.lengths.learn(record, chunk.num_drafts, num_accepted)
+        self.lengths.learn(record, num_drafts, num_accepted)
         if request.is_counted:
             counters.num_drafts += 1
-            counters.num_draft_tokens += chunk.num_drafts
+            counters.num_draft_tokens += num_drafts
             counters.num_accepted_draft_tokens += num_accepted
             counters.accepted_drafts_by_position.update(range(num_accepted))
+
+    def forget(self, request_id: int) -> None:
+        """The request is over."""
+        if self.drafter is not None:
+            self.drafter.forget(request_id)
+
+
+def _proposed(drafter: Drafter, request: Request, max_drafts: int) -> array[int]:
+    if max_drafts < 1:
+        return array("I")
+    drafts = array("I", drafter.propose(request.request_id, request.tokens, max_drafts))[:max_drafts]
+    stop = next((at for at, token in enumerate(drafts) if token in request.stop_ids), len(drafts))
+    return drafts[:stop]
 
 
 def _part(cache: PrefixCache, lease: Lease, reservation: Reservation, now: float) -> bool:

@@ -64,12 +64,21 @@ def settle_chunk(
     return update, request.pending_abort, True
 
 
+def verified_drafts(chunk: ChunkPlan, result: ChunkResult) -> bytes:
+    """The drafts of the chunk that were verified (uint32 LE), whoever made them."""
+    return result.draft_tokens if chunk.num_own_drafts else chunk.draft_tokens
+
+
 def _mismatch(chunk: ChunkPlan, result: ChunkResult | None) -> str | None:
     """What is wrong with an acknowledgement; None if it stands for the chunk that was planned."""
     if result is None:
         return NOT_EXECUTED
     num_accepted = result.end - chunk.end
     num_planned = chunk.num_samples + num_accepted
+    drafts = verified_drafts(chunk, result)
+    if len(drafts) > TOKEN_BYTES * chunk.num_drafts:
+        num_drafts = floor_div(len(drafts), TOKEN_BYTES)
+        return f"the worker drafted {num_drafts} tokens, asked for were at most {chunk.num_drafts}"
     if not 0 <= num_accepted <= chunk.num_drafts:
         planned = f"{chunk.end} with {chunk.num_drafts} drafts" if chunk.num_drafts else f"{chunk.end}"
         return f"the worker acknowledged position {result.end}, planned was {planned}"
@@ -81,7 +90,7 @@ def _mismatch(chunk: ChunkPlan, result: ChunkResult | None) -> str | None:
     if any(not 0 <= token.token_id <= MAX_TOKEN_ID for token in result.sampled):
         return f"the worker sampled a token id outside of [0, {MAX_TOKEN_ID}]"
     accepted = token_bytes(array("I", (token.token_id for token in result.sampled[:num_accepted])))
-    if not chunk.draft_tokens.startswith(accepted):
+    if not drafts.startswith(accepted):
         return "the worker accepted a draft that is not the token it sampled"
     if any(position > result.end for position in result.exported_positions):
         return f"the worker acknowledged an export behind position {result.end}"

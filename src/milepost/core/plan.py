@@ -104,6 +104,8 @@ class ChunkPlan:
             equals the token sampled at its position and all drafts before it were accepted. Page tables
             reach up to `last_row_end`, exports may lie up to there; `running_slots` then differ from
             `initial_slots` and get the state behind the last accepted token.
+        num_own_drafts: instead of `draft_tokens`: the worker drafts, with modules of the model, up to so many
+            tokens, none behind one that ends the request, and reports them.
         output_position: index of the sampled token among the request's outputs (keys the noise).
         captures_logits: return the raw logits of the last row (audits compare them).
         allowed_tokens: the ids that may be sampled: packed bits, the lowest id in the lowest bit of the
@@ -132,14 +134,16 @@ class ChunkPlan:
     scored_tokens: bytes = b""
     num_score_logprobs: int = 0
     draft_tokens: bytes = b""
+    num_own_drafts: int = 0
 
     @property
     def num_drafts(self) -> int:
-        return floor_div(len(self.draft_tokens), TOKEN_BYTES)
+        """Drafts of the chunk; at most so many where the worker makes them."""
+        return floor_div(len(self.draft_tokens), TOKEN_BYTES) + self.num_own_drafts
 
     @property
     def last_row_end(self) -> int:
-        """Position behind the last row, drafts included."""
+        """Position behind the last row there may be, drafts included."""
         return self.end + self.num_drafts
 
 
@@ -179,7 +183,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Rows of the step, those of drafts included."""
+        """Rows of the step, those of drafts included, as many as there may be."""
         return sum(chunk.last_row_end - chunk.start for chunk in self.chunks)
 
 
@@ -224,6 +228,7 @@ class ChunkResult:
         sampled: `num_samples` tokens, plus one for each accepted draft; the last one was not processed.
         logits: float32 little-endian logits of the last row, before any processing, if asked for.
         scores: one per token in `scored_tokens`.
+        draft_tokens: what the worker drafted (uint32 LE), if the plan asked for it.
     """
 
     request_id: int
@@ -232,6 +237,7 @@ class ChunkResult:
     sampled: list[SampledToken]
     logits: bytes = b""
     scores: list[ScoredToken] = field(default_factory=list)
+    draft_tokens: bytes = b""
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from milepost.config import CacheConfig, SchedulerConfig
 from milepost.core import reasons
 from milepost.core.admission import fits, largest_request_tokens
-from milepost.core.assembly import build_chunk, build_start, nothing_reserved
+from milepost.core.assembly import NO_DRAFTS, Drafts, build_chunk, build_start, nothing_reserved
 from milepost.core.chunking import (
     effective_spacing,
     marked_units,
@@ -261,7 +261,7 @@ class Scheduler:
             reservation = self._reserve(request, end, ())
         if reservation is None:
             return 0
-        drafts = self.drafts.plan(self.cache, request, reservation) if self.drafts is not None else b""
+        drafts = self.drafts.plan(self.cache, request, reservation) if self.drafts is not None else NO_DRAFTS
         return self._append_chunk(plan, request, end, reservation, None, drafts)
 
     def _plan_prefill(self, plan: StepPlan, request: Request, num_budget_tokens: int) -> int:
@@ -306,7 +306,7 @@ class Scheduler:
 
     def _append_chunk(
         self, plan: StepPlan, request: Request, end: int, reservation: Reservation, end_reason: str | None,
-        drafts: bytes = b"",
+        drafts: Drafts = NO_DRAFTS,
     ) -> int:  # fmt: skip
         chunk = build_chunk(request, request.held_lease, end, reservation, drafts)
         plan.chunks.append(chunk)
@@ -452,7 +452,7 @@ class Scheduler:
         self._leave_siblings(request)
         self.transfers.lift(request.request_id)
         if self.drafts is not None:
-            self.drafts.drafter.forget(request.request_id)
+            self.drafts.forget(request.request_id)
         del self.requests[request.request_id]
 
     def _preempt(self, request: Request, *, is_sound: bool = True) -> None:

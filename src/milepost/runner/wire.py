@@ -14,7 +14,7 @@ import msgspec
 from milepost.core.plan import StepPlan, StepResult
 from milepost.errors import WorkerError
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 
 _Message = TypeVar("_Message")
 
