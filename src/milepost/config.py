@@ -33,6 +33,10 @@ def parse_size(text: str, field: str = "cache_bytes") -> int:
     return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
 
 
+DEFAULT_AUDIT_SHARE = 0.05
+"""Tokens that audits may compute per token of users' requests while such are there."""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The prefix cache.
@@ -82,13 +86,18 @@ class SchedulerConfig:
         max_num_batched_tokens: tokens per step over all requests.
         max_num_seqs: requests that run at the same time.
         max_model_len: prompt and output tokens of one request.
+        background_share: tokens that background requests may compute per token of other requests while
+            such are there; 0.0 = none.
     """
 
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     max_model_len: int = 32768
+    background_share: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, f"must be at least 1, not {getattr(self, name)}")
+        if not 0.0 <= self.background_share <= 1.0:
+            raise ConfigError("background_share", f"must be between 0 and 1, not {self.background_share:g}")

@@ -81,6 +81,7 @@ class Harness:
         budget: int = 512,
         max_num_seqs: int = 64,
         max_model_len: int = 32768,
+        background_share: float = 0.0,
         faults: WorkerFaults | None = None,
         model: FingerprintModel | None = None,
         **cache: Any,
@@ -94,7 +95,7 @@ class Harness:
         self.scheduler = Scheduler(
             self.geometry,
             CacheConfig(budget_bytes, **cache),
-            SchedulerConfig(budget, max_num_seqs, max_model_len),
+            SchedulerConfig(budget, max_num_seqs, max_model_len, background_share),
         )
         self.cache = self.scheduler.cache
         self.worker = FingerprintWorker(self.geometry, budget_bytes=budget_bytes, faults=faults, model=model)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from tests.core.harness import Harness, numbered
 
+from milepost.config import SchedulerConfig
 from milepost.core.queues import BACKGROUND_PRIORITY
 from milepost.core.request import RequestStatus
+from milepost.errors import ConfigError
 
 BACKGROUND = {"priority": BACKGROUND_PRIORITY, "uses_cache": False, "is_counted": False}
 
@@ -100,7 +103,50 @@ def test_it_shows_in_no_gauge_and_no_hit_rate() -> None:
     assert sum(counters.missed_tokens_by_reason.values()) == counters.num_lost_tokens == 0
 
 
-def served(seed: int, num_records: int, *, with_audits: bool) -> list[list[tuple[int, int, int]]]:
+def test_a_share_of_what_others_compute() -> None:
+    """One user decodes without end: a quarter of a token a step is earned, and spent a unit at a time."""
+    harness = Harness(budget=8, background_share=0.25)
+    user = harness.add(numbered(8), 400)
+    audit = harness.add(numbered(20, 1), 1, **BACKGROUND)
+    pieces = []
+    num_of_user = 0
+    while audit not in harness.ended:
+        plan = harness.schedule()
+        by_id = {chunk.request_id: chunk.end - chunk.start for chunk in plan.chunks}
+        assert by_id[user] >= 1 and plan.chunks[0].request_id == user
+        pieces.append(by_id.get(audit, 0))
+        num_of_user += by_id[user]
+        assert sum(pieces) <= 0.25 * num_of_user
+        harness.execute()
+        harness.check()
+    assert user not in harness.ended
+    assert [size for size in pieces if size] == [4] * 5
+    assert harness.requests[audit].num_preemptions == 0
+
+
+def test_a_share_that_was_not_used_is_gone() -> None:
+    harness = Harness(budget=8, background_share=0.25)
+    user = harness.add(numbered(8), 400)
+    for _ in range(200):
+        harness.step()
+    audit = harness.add(numbered(40, 1), 1, **BACKGROUND)
+    num_steps = 0
+    while audit not in harness.ended:
+        harness.step()
+        num_steps += 1
+    assert user not in harness.ended
+    assert num_steps >= (40 - 4 - 2) / 0.25 - 1, "fifty tokens of credit would have been enough at once"
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
+def test_shares_that_cannot_be(share: float) -> None:
+    with pytest.raises(ConfigError, match="background_share"):
+        SchedulerConfig(background_share=share)
+
+
+def served(
+    seed: int, num_records: int, *, with_audits: bool, share: float = 0.0
+) -> list[list[tuple[int, int, int]]]:
     """Per step, (number of the user's request, start, end) of each chunk of random work."""
     rng, other = random.Random(seed), random.Random(seed + 1000)
     harness = Harness(
@@ -108,6 +154,7 @@ def served(seed: int, num_records: int, *, with_audits: bool) -> list[list[tuple
         budget=rng.choice([5, 16]),
         max_num_seqs=rng.choice([1, 3]),
         decode_interval=8,
+        background_share=share,
     )
     users: dict[int, int] = {}
     steps = []
@@ -119,7 +166,7 @@ def served(seed: int, num_records: int, *, with_audits: bool) -> list[list[tuple
             harness.add(numbered(other.randrange(1, 24), 9), 1, **BACKGROUND)
         plan = harness.schedule()
         chunks = [(users[c.request_id], c.start, c.end) for c in plan.chunks if c.request_id in users]
-        assert not chunks or len(chunks) == len(plan.chunks), "an audit ran beside a user"
+        assert share or not chunks or len(chunks) == len(plan.chunks), "an audit ran beside a user"
         harness.execute()
         steps.append(chunks)
     harness.run()
@@ -128,12 +175,13 @@ def served(seed: int, num_records: int, *, with_audits: bool) -> list[list[tuple
     return steps
 
 
-def test_users_are_served_as_if_it_were_not_there() -> None:
+@pytest.mark.parametrize("share", [0.0, 0.05, 1.0])
+def test_users_are_served_as_if_it_were_not_there(share: float) -> None:
     """The same work with and without audits in between: every user has the same chunks in the same steps."""
     for seed in range(20):
-        assert served(seed, 400, with_audits=True) == served(seed, 400, with_audits=False)
+        assert served(seed, 400, with_audits=True, share=share) == served(seed, 400, with_audits=False)
 
 
 def test_short_memory_ends_neither_users_nor_audits() -> None:
     for seed in range(20):
-        served(seed, 12, with_audits=True)
+        served(seed, 12, with_audits=True, share=seed % 3 / 4)

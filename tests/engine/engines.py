@@ -108,6 +108,7 @@ def running_engine(
     observers: tuple[Observer, ...] = (),
     audit: AuditConfig | None = None,
     max_queued_requests: int | None = None,
+    background_share: float = 0.0,
     family: str | None = None,
 ) -> Iterator[Bench]:
     """A started engine; at the end nothing may be left in core or worker.
@@ -119,7 +120,7 @@ def running_engine(
     tokenizer = Tokenizer(spec(), SETTINGS)
     worker = ByteWorker(geometry, tokenizer)
     cache = CacheConfig(cache_bytes, match_unit, enable_prefix_caching=caching)
-    config = SchedulerConfig(max_num_batched_tokens, max_num_seqs, max_model_len)
+    config = SchedulerConfig(max_num_batched_tokens, max_num_seqs, max_model_len, background_share)
     scheduler = Scheduler(geometry, cache, config)
     recorder = Recorder()
     engine = Engine(

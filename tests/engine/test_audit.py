@@ -264,18 +264,34 @@ def test_a_user_who_comes_in_the_middle_of_an_audit_is_next() -> None:
 
 
 def test_the_backlog_is_bounded_and_what_it_cannot_hold_is_counted() -> None:
-    with running_engine(audit=EVERY_HIT, max_model_len=8192) as bench:
+    """One more is at the scheduler, which gives it nothing as long as a user is there."""
+    with running_engine(audit=AuditConfig(rate=1.0, share=0.0), max_model_len=8192) as bench:
         bench.run(bench.request(LONG))
         _, endless = bench.submit(bench.request("numbers", max_tokens=4000))
         assert_accepted(endless.get(timeout=10))
         for _ in range(MAX_BACKLOG + 5):
             assert cached(bench.run(bench.request(LONG, max_tokens=1))[1])
         counts = bench.engine.audits()
-        assert counts == AuditCounts(num_dropped=5, num_waiting=MAX_BACKLOG)
+        assert counts == AuditCounts(num_dropped=4, num_waiting=MAX_BACKLOG)
         for request_id in list(bench.scheduler.requests):
-            bench.engine.abort(request_id)
+            if bench.scheduler.requests[request_id].priority < BACKGROUND_PRIORITY:
+                bench.engine.abort(request_id)
         counts = wait_for(bench, MAX_BACKLOG + 5)
-        assert counts == AuditCounts(num_dropped=5, num_equal=MAX_BACKLOG)
+        assert counts == AuditCounts(num_dropped=4, num_equal=MAX_BACKLOG + 1)
+
+
+def test_a_server_that_is_never_idle_audits_too() -> None:
+    with running_engine(audit=EVERY_HIT, background_share=1.0, max_model_len=8192) as bench:
+        bench.run(bench.request(LONG))
+        _, endless = bench.submit(bench.request("numbers", max_tokens=4000))
+        assert_accepted(endless.get(timeout=10))
+        for number in range(3):
+            assert cached(bench.run(bench.request(LONG, max_tokens=1))[1])
+            deadline = time.monotonic() + 20
+            while bench.engine.audits().num_equal <= number:
+                assert time.monotonic() < deadline
+                time.sleep(0.002)
+        assert bench.scheduler.has_unfinished_requests, "a user was there all the time"
 
 
 def test_closing_with_a_backlog_leaves_nothing() -> None:

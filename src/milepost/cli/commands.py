@@ -12,7 +12,7 @@ from rich.console import Console
 from milepost import __version__
 from milepost.cli import options as opt
 from milepost.cli.cache import app as cache_app
-from milepost.config import DEFAULT_MATCH_UNIT, SchedulerConfig
+from milepost.config import DEFAULT_AUDIT_SHARE, DEFAULT_MATCH_UNIT, SchedulerConfig
 from milepost.errors import ConfigError, MilepostError, RequestError
 
 app = typer.Typer(
@@ -101,6 +101,7 @@ def serve(
     max_num_batched_tokens: opt.MaxBatchedTokens = _DEFAULT_SCHEDULER.max_num_batched_tokens,
     max_num_seqs: opt.MaxSeqs = _DEFAULT_SCHEDULER.max_num_seqs,
     audit_hits: opt.AuditHits = 0.0,
+    audit_share: opt.AuditShare = DEFAULT_AUDIT_SHARE,
     tool_call_parser: opt.ToolCallParser = "auto",
     reasoning_parser: opt.ReasoningParser = "auto",
     max_queued_requests: opt.MaxQueuedRequests = opt.DEFAULT_MAX_QUEUED_REQUESTS,
@@ -142,6 +143,7 @@ def serve(
         seed=seed,
         served_model_name=served_model_name,
         audit_hits=audit_hits,
+        audit_share=audit_share,
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
         max_queued_requests=max_queued_requests if max_queued_requests >= 0 else None,

@@ -70,6 +70,14 @@ AuditHits = Annotated[
         help="Share of hits that are computed again from the first token and compared, like 0.01; 0 = none.",
     ),
 ]
+AuditShare = Annotated[
+    float,
+    typer.Option(
+        "--audit-share",
+        help="Tokens that audits may compute per token of users' requests; they take all when nobody else is "
+        "there. 0 = only then.",
+    ),
+]
 ToolCallParser = Annotated[
     str,
     typer.Option(

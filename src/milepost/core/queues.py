@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from milepost.core.request import Request
 
 BACKGROUND_PRIORITY = 1 << 31
-"""From this priority on a request is computed only while no other request is there."""
+"""From this priority on a request gets what all others leave, see `BackgroundShare`."""
 
 
 def is_background(request: Request) -> bool:

@@ -133,7 +133,7 @@ class Request:
         captures_logits: return the logits behind the prompt with the first token.
         retention_priority: its checkpoints count 2**priority times as much when room is made.
         pin_seconds: its `marker` checkpoints are given up last for so long.
-        priority: lower runs first; from `queues.BACKGROUND_PRIORITY` on only when nothing else does.
+        priority: lower runs first; from `queues.BACKGROUND_PRIORITY` on what others leave.
         uses_drafts: False = decode token by token (what may be sampled next is only known one token at a
             time, as for answers that follow a grammar).
         prompt_logprobs: None = none; k >= 0 = log-probability of each prompt token but the first, and of the

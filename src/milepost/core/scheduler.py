@@ -18,6 +18,7 @@ from milepost.config import CacheConfig, SchedulerConfig
 from milepost.core import reasons
 from milepost.core.admission import fits, largest_request_tokens
 from milepost.core.assembly import NO_DRAFTS, Drafts, build_chunk, build_start, nothing_reserved
+from milepost.core.background import BackgroundShare
 from milepost.core.chunking import (
     effective_spacing,
     marked_units,
@@ -85,6 +86,7 @@ class Scheduler:
         self._grid = math.lcm(cache.match_unit, self._alignment or 1)
         self._spacing = effective_spacing(cache.checkpoint_interval, geometry)
         self._is_caching = cache.enable_prefix_caching
+        self._background = BackgroundShare(config.background_share, self._grid, config.max_num_batched_tokens)
         self._num_steps = 0
         self._plan: StepPlan | None = None
         self._planned: list[_Planned] = []
@@ -229,13 +231,13 @@ class Scheduler:
         prefill_budget = max(1, budget - num_decoding)
         if self.drafts is not None:
             self.drafts.begin_step(budget, num_decoding, now)
-        for request in tuple(self.running):
-            if budget < 1:
+        self._background.begin_step(is_quiet=all(map(is_background, self.requests.values())))
+        running = tuple(self.running)
+        for request in running:
+            if budget < 1 or is_background(request):
                 break
             if request.status is not RequestStatus.RUNNING:
                 continue
-            if is_background(request) and not self._is_quiet():
-                break
             if request.num_processed >= request.prefill_end:
                 num_rows = self._plan_decode(plan, request)
                 budget -= num_rows
@@ -244,7 +246,12 @@ class Scheduler:
                 num_tokens = self._plan_prefill(plan, request, min(budget, prefill_budget))
                 budget -= num_tokens
                 prefill_budget -= num_tokens
-        self._admit(plan, min(budget, prefill_budget))
+        left = self._admit(plan, min(budget, prefill_budget), in_background=False)
+        for request in filter(is_background, running):
+            limit = min(left, self._background.num_left_tokens)
+            if limit > 0 and request.status is RequestStatus.RUNNING:
+                left -= self._plan_prefill(plan, request, limit)
+        self._admit(plan, min(left, self._background.num_left_tokens), in_background=True)
         plan.finished = self._gone_on_worker
         self._gone_on_worker = []
         plan.discards = self.cache.memory.take_discards()
@@ -312,17 +319,22 @@ class Scheduler:
         plan.chunks.append(chunk)
         self._planned.append(_Planned(request, chunk, end_reason))
         self._planned_ids.add(request.request_id)
-        return chunk.last_row_end - chunk.start
+        num_rows = chunk.last_row_end - chunk.start
+        self._background.planned(request, num_rows)
+        return num_rows
 
     # -- admission -----------------------------------------------------------------------------
 
-    def _admit(self, plan: StepPlan, num_budget_tokens: int) -> None:
+    def _admit(self, plan: StepPlan, num_budget_tokens: int, *, in_background: bool) -> int:
+        """Returns the tokens that are left."""
         known_to_wait: set[int] = set()
         for request in self.waiting:
-            if num_budget_tokens < 1 or (is_background(request) and not self._is_quiet()):
-                return
+            if is_background(request) is not in_background:
+                continue
+            if num_budget_tokens < 1:
+                break
             if len(self.running) >= self.config.max_num_seqs and not self._make_way(request):
-                return
+                break
             if self.transfers.is_held(request.request_id):
                 known_to_wait.add(request.request_id)
                 continue
@@ -330,19 +342,16 @@ class Scheduler:
                 self.cache.counters.num_sibling_waits += 1
                 continue
             if self._blocked_head == request.request_id:
-                return
+                break
             num_tokens = self._try_admit(plan, request, num_budget_tokens)
             while num_tokens == 0 and self._make_way(request):
                 num_tokens = self._try_admit(plan, request, num_budget_tokens)
             if num_tokens == 0:
                 # Only what runs can make room later; with nothing running, try again.
                 self._blocked_head = request.request_id if self.running else None
-                return
+                break
             num_budget_tokens -= num_tokens
-
-    def _is_quiet(self) -> bool:
-        """Whether nobody is there but background requests."""
-        return all(is_background(request) for request in self.requests.values())
+        return num_budget_tokens
 
     def _make_way(self, request: Request) -> bool:
         """Preempt a background request for one that is none; whether there was one."""

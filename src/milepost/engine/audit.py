@@ -1,8 +1,9 @@
 """Recomputes a share of the hits cold and compares: does reuse really change no answer?
 
 Every so many hits one is taken: its logits behind the prompt are kept, and the prompt waits in a
-short backlog. When no user request is there the engine computes it once more from its first token,
-as a background request that reuses nothing, publishes nothing and counts nowhere. With kernels that
+short backlog. The engine computes it once more from its first token, as a background request that
+reuses nothing, publishes nothing and counts nowhere: while users' requests are there it gets a small
+share of the tokens they compute, and seats and memory they leave. With kernels that
 promise bits the logits must be the same bits; elsewhere they may differ by a bound.
 
 A mismatch does not say which page or state of the path is wrong, so the whole path is dropped, with
@@ -19,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from milepost.config import DEFAULT_AUDIT_SHARE
 from milepost.core.plan import SamplingParams
 from milepost.core.queues import BACKGROUND_PRIORITY
 from milepost.core.request import CacheDomain, Request, RequestUpdate
@@ -44,14 +46,23 @@ class AuditConfig:
     Attributes:
         rate: share of hits, 0 to 1; 0 = off.
         logit_bound: largest difference that is no mismatch; 0.0 = the same bits.
+        share: tokens that audits may compute per token of users' requests while such are there, 0 to 1.
     """
 
     rate: float = 0.0
     logit_bound: float = 0.0
+    share: float = DEFAULT_AUDIT_SHARE
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.rate <= 1.0:
             raise ConfigError("audit_hits", f"must be a share of hits between 0 and 1, not {self.rate:g}")
+        if not 0.0 <= self.share <= 1.0:
+            raise ConfigError("audit_share", f"must be a share of tokens between 0 and 1, not {self.share:g}")
+
+    @property
+    def background_share(self) -> float:
+        """For `SchedulerConfig`."""
+        return self.share if self.rate else 0.0
 
     @property
     def rule(self) -> str:
@@ -182,12 +193,12 @@ class HitAuditor:
 
     @property
     def has_work(self) -> bool:
-        """Whether a hit waits for a quiet moment."""
+        """Whether a hit waits."""
         return bool(self._backlog)
 
     def start_one(self) -> None:
-        """Hand the oldest hit to the scheduler; to be called when no user request is there. The core pauses
-        it as soon as one comes, and takes its memory if that one needs it."""
+        """Hand the oldest hit to the scheduler, which gives it what users leave and takes its memory if one
+        of them needs it."""
         if self._current is not None or not self._backlog:
             return
         hit = self._backlog.popleft()

@@ -299,8 +299,7 @@ class Engine:
 
     def step(self) -> None:
         """One turn of the loop."""
-        if not self._answers:
-            self._auditor.start_one()
+        self._auditor.start_one()
         plan = self._scheduler.schedule(self._clock())
         constrain(plan, self._answers)
         result = self._execute(plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from array import array
 from collections.abc import Callable
@@ -10,7 +11,13 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from milepost.config import DEFAULT_DECODE_INTERVAL, DEFAULT_MATCH_UNIT, CacheConfig, SchedulerConfig
+from milepost.config import (
+    DEFAULT_AUDIT_SHARE,
+    DEFAULT_DECODE_INTERVAL,
+    DEFAULT_MATCH_UNIT,
+    CacheConfig,
+    SchedulerConfig,
+)
 from milepost.core.geometry import CacheGeometry
 from milepost.core.plan import SamplingParams
 from milepost.core.request import CacheDomain
@@ -72,6 +79,7 @@ class ServingOptions:
     seed: int | None = None
     served_model_name: str | None = None
     audit_hits: float = 0.0
+    audit_share: float = DEFAULT_AUDIT_SHARE
     reasoning_parser: str = AUTO
     tool_call_parser: str = AUTO
     max_queued_requests: int | None = None
@@ -208,13 +216,15 @@ def load_serving_model(
 
     path = model_directory(EMBEDDED_MODEL if directory is None else directory)
     cache = options.cache_config()
-    AuditConfig(options.audit_hits)
+    audit = AuditConfig(options.audit_hits, share=options.audit_share)
     options.stores.check()
     description = describe(path, dtype=options.dtype)
     geometry = description.layout.geometry(options.match_unit)
     max_model_len = check_budget(geometry, cache, description.max_model_len, options.max_model_len)
     planned_memory(path, description, options).check()
-    config = SchedulerConfig(options.max_num_batched_tokens, options.max_num_seqs, max_model_len)
+    config = SchedulerConfig(
+        options.max_num_batched_tokens, options.max_num_seqs, max_model_len, audit.background_share
+    )
     tokenizer = Tokenizer.from_directory(path)
     if tokenizer.vocab_size > description.vocab_size:
         raise ConfigError(
@@ -239,7 +249,7 @@ def load_serving_model(
     model = load_model(path, dtype=options.dtype, progress=progress)
     worker = TorchWorker(model, geometry, options.cache_bytes)
     promise = self_test(model)
-    audit = AuditConfig(options.audit_hits, logit_bound(promise.exact, model.dtype))
+    audit = dataclasses.replace(audit, logit_bound=logit_bound(promise.exact, model.dtype))
     engine = Engine(
         scheduler, worker, tokenizer, audit=audit, max_queued_requests=options.max_queued_requests
     )
