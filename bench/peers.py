@@ -278,7 +278,8 @@ def convert(setup: Setup) -> None:
     script, source = ROOT / "bench" / "peer_gguf.py", peer_install.llama_source()
     subprocess.run(
         [
-            *(str(peer_install.python_of("llama")), str(script), str(setup.model), f"{output}.part"),
+            *(str(peer_install.python_of("llama")), "-P", str(script)),
+            *(str(setup.model), f"{output}.part"),
             *("--source", str(source), "--outtype", GGUF_TYPES[setup.dtype]),
         ],
         check=True,
