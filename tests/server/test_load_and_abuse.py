@@ -193,6 +193,20 @@ def test_prompts_that_would_be_refused_are_not_rendered(server: Running, monkeyp
     assert server.post(path, body).status_code == 200
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_a_full_queue_refuses_before_the_body_comes(server: Running, path: str) -> None:
+    """Under twice the load half of the bodies would be read and parsed for nothing."""
+    with held(server, 2):
+        with socket.create_connection(address(server), timeout=10) as connection:
+            lines = head(server, "Content-Length: 4000")
+            connection.sendall(lines.replace(COMPLETIONS.encode(), path.encode()))
+            answer = connection.recv(4096)
+        assert b" 429 " in answer.split(b"\r\n")[0] and b"retry-after:" in answer.lower()
+        assert server.get("/v1/models").status_code == 200
+        counted = server.post("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a"}]})
+        assert counted.status_code == 200, "what waits for nothing is answered"
+
+
 def test_the_official_client_waits_and_comes_back(server: Running) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=8, timeout=60)
     with ThreadPoolExecutor(8) as pool:

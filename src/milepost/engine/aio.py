@@ -148,6 +148,13 @@ class AsyncEngine:
         self._num_preparing = 0
         engine.add_flush(self._flush)
 
+    def check_room(self) -> None:
+        """
+        Raises:
+            EngineOverloaded: too many requests wait already.
+        """
+        self.engine.check_room(self._num_preparing)
+
     @contextmanager
     def preparing(self) -> Iterator[None]:
         """While a prompt is rendered, tokenized and submitted, which costs time: what would be refused is
@@ -156,7 +163,7 @@ class AsyncEngine:
         Raises:
             EngineOverloaded: too many requests wait already.
         """
-        self.engine.check_room(self._num_preparing)
+        self.check_room()
         self._num_preparing += 1
         try:
             yield

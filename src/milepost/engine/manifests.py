@@ -325,7 +325,8 @@ async def waited(future: Future[T], until: Until) -> T:
         StoresUnavailable: not in time.
     """
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(future), until.call_seconds)
+        async with asyncio.timeout(until.call_seconds):
+            return await asyncio.wrap_future(future)
     except TimeoutError:
         raise StoresUnavailable("the stores did not answer in time; try again") from None
 

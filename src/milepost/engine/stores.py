@@ -14,8 +14,9 @@ from milepost.engine.engine import Engine
 from milepost.engine.kv_events import KvEventLog, KvEventSource
 from milepost.engine.kv_publisher import KvEventsConfig, ZmqPublisher, parse_kv_events_config
 from milepost.engine.segments import SegmentCodec
-from milepost.errors import ConfigError
+from milepost.errors import ConfigError, StoreError
 from milepost.stores.address import StoreAddress, open_stores, parse_addresses
+from milepost.stores.folder import SegmentFolder
 from milepost.stores.segment_format import Identity
 from milepost.stores.tiers import Tiers
 
@@ -79,10 +80,18 @@ class StoreOptions:
     def check(self) -> None:
         """
         Raises:
-            ConfigError: an option that cannot work, before anything is loaded.
+            ConfigError, StoreError: an option that cannot work, a folder that cannot be used or an endpoint
+                that cannot be bound, before anything is loaded.
         """
-        self.addresses()
-        self.events()
+        for address in self.addresses():
+            if address.kind == "file":
+                try:
+                    SegmentFolder(address.path).close()
+                except StoreError as error:
+                    raise StoreError(f"store {address.name}: {error}") from error
+        events = self.events()
+        if events is not None:
+            ZmqPublisher(events).close()
         if self.load_policy not in LOAD_POLICIES:
             raise ConfigError(
                 "kv_load_policy", f"{self.load_policy!r} is unknown; use one of {', '.join(LOAD_POLICIES)}"

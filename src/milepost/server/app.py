@@ -109,6 +109,7 @@ class Startup:
             max_unread_deltas=self._options.max_unread_deltas,
             request_timeout=self._options.request_timeout,
         )
+        self._state.check_room = self._front.check_room
         app.state.service = Service(model, self._front, int(time.time()), self._options)
         app.state.named = NamedConversations(model.engine, model.geometry, model.max_model_len)
         if self._state.phase is Phase.LOADING:

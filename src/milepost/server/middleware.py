@@ -19,6 +19,8 @@ from milepost.server.state import ServerState
 
 REQUEST_ID_HEADER = "x-request-id"
 REQUEST_ID = re.compile(r"[A-Za-z0-9._~:@/+=-]{1,128}")
+ANSWER_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"})
+"""What would wait in the queue is refused before its body is read when that is full."""
 BODY_PAUSE_SECONDS = 30.0
 """A client that stops in the middle of its body for longer holds a connection for nothing."""
 
@@ -62,6 +64,8 @@ class Gate:
             scope["state"]["caller"] = self._access.check(scope["path"], headers)
             if not is_probe:
                 self._state.check_admits()
+            if scope["path"] in ANSWER_PATHS and self._state.check_room is not None:
+                self._state.check_room()
             self._check_announced_size(headers)
         except MilepostError as error:
             await error_response(error, scope["path"])(scope, receive, send_with_id)

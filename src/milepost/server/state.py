@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from milepost.errors import MilepostError
@@ -34,12 +35,14 @@ class ServerState:
     num_open: requests that are being answered; probes do not count.
     num_responses: begun responses by HTTP status, probes included.
     drain_seconds: how long draining may take.
+    check_room: raises if a request that wants an answer would be refused; None = not loaded yet.
     """
 
     drain_seconds: float = 0.0
     phase: Phase = Phase.LOADING
     num_open: int = 0
     num_responses: Counter[int] = field(default_factory=Counter)
+    check_room: Callable[[], None] | None = None
 
     def check_admits(self) -> None:
         """Raises: Unavailable: no request is taken in this phase."""
