@@ -8,15 +8,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.stores.harness import FileHarness, Harness, MemoryHarness, MooncakeHarness, RedisHarness
+from tests.stores.harness import (
+    FileHarness,
+    Harness,
+    MemoryHarness,
+    MooncakeHarness,
+    PeerHarness,
+    RedisHarness,
+)
 from tests.stores.services import Server, free_port, start_mooncake, start_redis
 
 BOUNDED_KINDS = ["memory", "file", "redis"]
 """These keep to a bound in bytes themselves."""
-SERVICES = {"redis", "mooncake"}
+SERVICES = {"redis", "mooncake", "peer-nixl"}
 # Mooncake's ports listen on all interfaces: its tests run in a network of their own (test_mooncake.py).
 WITH_DISK = os.environ.get("MILEPOST_STORE_KIND") == "mooncake-ssd"
-KINDS = ["mooncake"] if "MILEPOST_STORE_KIND" in os.environ else BOUNDED_KINDS
+KINDS = ["mooncake"] if "MILEPOST_STORE_KIND" in os.environ else [*BOUNDED_KINDS, "peer", "peer-nixl"]
 
 
 def _parameters(kinds: list[str]) -> list[object]:
@@ -81,6 +88,11 @@ def _harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness
         made = FileHarness(tmp_path / "store")
     elif kind == "redis":
         made = RedisHarness(request.getfixturevalue("redis_server").port)
+    elif kind.startswith("peer"):
+        pytest.importorskip("uvicorn", reason="the server extra is not installed")
+        if kind == "peer-nixl":
+            pytest.importorskip("nixl_cu12", reason="the nixl extra is not installed")
+        made = PeerHarness(nixl=kind == "peer-nixl")
     else:
         made = MooncakeHarness(request.getfixturevalue("mooncake_connections"))
     made.guarded = kind != request.param

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tests.stores.segments import IDENTITY
 
@@ -12,6 +14,9 @@ from milepost.stores.file import FileStore
 from milepost.stores.guard import GuardedStore
 from milepost.stores.memory import MemoryStore
 from milepost.stores.objects import ObjectStore
+from milepost.stores.peer import PeerStore
+from milepost.stores.peer_protocol import MAX_HEAD_BYTES
+from milepost.stores.port import StoredSegment
 from milepost.stores.segment_format import Identity
 
 if TYPE_CHECKING:
@@ -143,3 +148,114 @@ class MooncakeHarness(Harness):
             client.remove(name, True)
             # An object without bytes is refused.
             assert client.put(name, change(data) or b"\0") == 0
+
+
+class MemorySource:
+    """What a peer's cache would give: the objects of a memory store, as they are, damaged ones included."""
+
+    def __init__(self, identity: Identity) -> None:
+        self.identity = identity
+        self.memory = MemoryStore(identity, budget_bytes=64 << 20)
+        self.num_reading = 0
+
+    def _object(self, key: bytes) -> memoryview | None:
+        return self.memory._objects.get(key.hex())
+
+    def heads(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[memoryview | None]:
+        found = [self._object(key) for key in keys]
+        return [None if each is None else each[:MAX_HEAD_BYTES] for each in found]
+
+    @contextmanager
+    def reading(
+        self, keys: Sequence[bytes], max_bytes: int, *, deadline_seconds: float
+    ) -> Iterator[list[list[memoryview] | None]]:
+        objects: list[list[memoryview] | None] = []
+        num_bytes = 0
+        for key in keys:
+            data = self._object(key)
+            num_bytes += 0 if data is None else data.nbytes
+            if num_bytes > max_bytes and any(objects):
+                break
+            # In two pieces, as a head and a payload are.
+            objects.append(None if data is None else [data[:100], data[100:]])
+        self.num_reading += 1
+        yield objects
+        self.num_reading -= 1
+
+
+class WrittenPeer(PeerStore):
+    """A peer whose cache is filled from here, which only a test can do."""
+
+    takes_saves = True
+
+    def __init__(self, source: MemorySource, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.source = source
+
+    def save(self, segments: Sequence[StoredSegment], *, deadline_seconds: float) -> list[bool]:
+        # What it counts about saves is what a store counts.
+        self.source.memory.outcomes = self.outcomes
+        return self.source.memory.save(segments, deadline_seconds=deadline_seconds)
+
+    def remove(self, keys: Sequence[bytes], *, deadline_seconds: float) -> int:
+        return self.source.memory.remove(keys, deadline_seconds=deadline_seconds)
+
+
+class PeerHarness(Harness):
+    """One serving side for every identity, in this process, over real connections."""
+
+    def __init__(
+        self, *, nixl: bool = False, area_bytes: int = 8 << 20, secret: str | None = "secret"
+    ) -> None:
+        super().__init__()
+        self.nixl = nixl
+        self.area_bytes = area_bytes
+        self.secret = secret
+        self.servers: dict[Identity, Any] = {}
+        self.sources: dict[Identity, MemorySource] = {}
+
+    def serve(self, identity: Identity) -> Any:
+        """The server of an identity; started with the first call."""
+        from milepost.server.app import bind
+        from milepost.server.peer_app import PeerApp, PeerServer
+        from milepost.stores.staging import StagingArea
+
+        if identity not in self.servers:
+            self.sources[identity] = MemorySource(identity)
+            area = StagingArea(self.area_bytes)
+            hello = None
+            if self.nixl:
+                from milepost.stores.peer_nixl import NixlStage
+
+                hello = NixlStage(area, "127.0.0.1", self.secret, "instance").hello
+            app = PeerApp(self.sources[identity], area, secret=self.secret, hello=hello)
+            self.servers[identity] = PeerServer(app, bind("127.0.0.1", 0))
+            self.servers[identity].start()
+        return self.servers[identity]
+
+    def _open(self, identity: Identity, budget_bytes: int) -> ObjectStore:
+        from milepost.stores.peer_connection import PeerConnections
+
+        host, port = self.serve(identity).address
+        connections = PeerConnections(
+            host, port, secret=self.secret, silence_seconds=5.0, clock=time.monotonic
+        )
+        bulk = None
+        if self.nixl:
+            from milepost.stores.peer_nixl import NixlReader
+
+            bulk = NixlReader(host, self.secret, name="peer", silence_seconds=5.0)
+        return WrittenPeer(self.sources[identity], connections, identity, bulk=bulk)
+
+    def damage(self, store: ObjectStore | GuardedStore, key: bytes, change: Change) -> None:
+        store = inside(store)
+        assert isinstance(store, WrittenPeer)
+        objects = store.source.memory._objects
+        # A frame without bytes means that there is nothing.
+        objects[key.hex()] = memoryview(change(bytes(objects.get(key.hex(), b""))) or b"\0")
+
+    def close(self) -> None:
+        super().close()
+        for server in self.servers.values():
+            server.close()
+            assert not server.app._area.used_bytes, "everything staged was given back"

@@ -131,6 +131,16 @@ class Answer:
             delta.marked = self._marked.take(delta.text, is_last=is_last)
         return delta
 
+    def note_time(self, now: float) -> tuple[float | None, float | None]:
+        """Tokens came: seconds since submission, if they are the first, else since the last ones."""
+        first = self.first_token_at is None
+        since_submission = now - self.submitted_at if first else None
+        since_last = None if first else now - self.last_token_at
+        if first:
+            self.first_token_at = now
+        self.last_token_at = now
+        return since_submission, since_last
+
     def record(self, finish_reason: str, now: float) -> FinishedRequest:
         """What log and metrics keep of it."""
         first = self.first_token_at

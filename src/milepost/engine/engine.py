@@ -104,6 +104,7 @@ class Engine:
         self._turns: list[Callable[[], None]] = []
         """Called in the engine thread before every step."""
         self._tiering: Tiering | None = None
+        self._settles: list[Callable[[], None]] = []
         self.failure: str | None = None
 
     # ------------------------------------------------------------------ from any thread
@@ -129,6 +130,10 @@ class Engine:
         """Announce what the cache holds; before `start`."""
         self._scheduler.cache.tree.listeners.append(source.log)
         self._turns.append(source.flush)
+
+    def before_condemning(self, settle: Callable[[], None]) -> None:
+        """`settle` waits for readers of the cache, before a part of it is dropped by force."""
+        self._settles.append(settle)
 
     @property
     def tiering(self) -> Tiering | None:
@@ -424,6 +429,8 @@ class Engine:
     def _condemn(self, request: Request, position: int) -> int:
         """An audit failed: drop the path from the cache, and from the stores."""
         scheduler = self._scheduler
+        for settle in self._settles:
+            settle()
         if self._tiering is None:
             return scheduler.condemn(request, position)
         return self._tiering.condemn(request, lambda: scheduler.condemn(request, position))
@@ -438,12 +445,7 @@ class Engine:
     def _note_tokens(self, answer: Answer, num_tokens: int, now: float) -> None:
         if not num_tokens:
             return
-        first = answer.first_token_at is None
-        since_submission = now - answer.submitted_at if first else None
-        since_last = None if first else now - answer.last_token_at
-        if first:
-            answer.first_token_at = now
-        answer.last_token_at = now
+        since_submission, since_last = answer.note_time(now)
         for observer in self._observers_of(answer.request):
             observer.tokens(num_tokens, since_submission, since_last)
 

@@ -41,22 +41,26 @@ class SegmentCodec:
 
     def encode(self, records: SegmentRecords) -> StoredSegment:
         """A segment whose payload is views of the records; they must stay pinned while it is used."""
-        header = SegmentHeader(
-            fingerprint=self.fingerprint,
-            key=records.key,
-            parent_key=records.parent_key,
-            start=records.start,
-            position=records.position,
-            match_unit=self._geometry.match_unit,
-            parts=self.parts(records.start, records.position),
-            reason=records.reason,
-            shard=(self._geometry.rank, self._geometry.world_size),
-            created=self._clock(),
-        )
+        header = self.header(records.key, records.parent_key, records.start, records.position, records.reason)
         payload: list[Buffer] = []
         for pool, ids in enumerate([*records.pages, *([slot] for slot in records.slots)]):
             payload.extend(self._records.read_records(pool, ids))
         return StoredSegment(header, payload)
+
+    def header(self, key: bytes, parent_key: bytes, start: int, position: int, reason: str) -> SegmentHeader:
+        """Of the segment with these pages and state; see `SegmentHeader`."""
+        return SegmentHeader(
+            fingerprint=self.fingerprint,
+            key=key,
+            parent_key=parent_key,
+            start=start,
+            position=position,
+            match_unit=self._geometry.match_unit,
+            parts=self.parts(start, position),
+            reason=reason,
+            shard=(self._geometry.rank, self._geometry.world_size),
+            created=self._clock(),
+        )
 
     def checkpoint(self, header: SegmentHeader, keys: Sequence[bytes], units: int) -> StoredCheckpoint | None:
         """What a store found for the first `units` units of a sequence, as far as it can be used here.

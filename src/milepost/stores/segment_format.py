@@ -103,16 +103,28 @@ def encode_head(segment: StoredSegment) -> bytes:
         StoreError: a segment that no reader would accept.
     """
     header = segment.header
-    if problem := header_problem(header):
-        raise StoreError(f"this segment cannot be stored: {problem}")
     num_bytes = sum(memoryview(piece).nbytes for piece in segment.payload)
     if num_bytes != header.payload_bytes:
         raise StoreError(f"the payload has {num_bytes} bytes, its header says {header.payload_bytes}")
+    return head_of(header, segment.payload_digest or _digest(segment.payload))
+
+
+def head_of(header: SegmentHeader, payload_digest: bytes = bytes(_DIGEST_BYTES)) -> bytes:
+    """The head of the object that `header` describes.
+
+    Args:
+        payload_digest: SHA-256 of the payload. Without it the head tells what there is, and no payload
+            matches it.
+
+    Raises:
+        StoreError: a header that no reader would accept.
+    """
+    if problem := header_problem(header):
+        raise StoreError(f"this segment cannot be stored: {problem}")
     body = _encoder.encode(header)
     if len(body) > MAX_HEADER_BYTES:
         raise StoreError(f"the header has {len(body)} bytes, {MAX_HEADER_BYTES} are allowed")
-    digest = segment.payload_digest or _digest(segment.payload)
-    fixed = _FIXED.pack(MAGIC, FORMAT_VERSION, len(body), num_bytes, digest)
+    fixed = _FIXED.pack(MAGIC, FORMAT_VERSION, len(body), header.payload_bytes, payload_digest)
     body = body.ljust(head_bytes_of(len(body)) - _HEADER_OFFSET, b"\0")
     return fixed + _digest((fixed, body)) + body
 
