@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +14,7 @@ from tests.support.checkpoints import write_checkpoint
 
 from milepost.errors import CheckpointFileError
 from milepost.models import describe, load_model
-from milepost.models.description import model_directory
+from milepost.models.description import model_directory, model_name
 from milepost.models.hub import is_hub_id
 
 
@@ -87,3 +89,26 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(CheckpointFileError, match="huggingface_hub is not installed"):
         describe("owner/name")
+
+
+def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The local copy of a hub model lies in a directory named by its commit, which nobody knows it by."""
+    monkeypatch.chdir(tmp_path)
+    assert model_name("owner/name") == model_name("owner/name@1234") == "owner/name"
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    assert model_name("owner/name") == "name"
+    monkeypatch.chdir(tmp_path / "owner" / "name")
+    assert model_name(".") == "name"
+
+
+def test_offline_asks_nobody(tmp_path: Path) -> None:
+    pytest.importorskip("huggingface_hub", reason="the hub extra is not installed")
+    environment = {**os.environ, "HF_HOME": str(tmp_path)}
+    environment.pop("HF_HUB_OFFLINE", None)
+    for command in (["info", "owner/name"], ["complete", "hi", "--model", "owner/name"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "milepost", *command, "--offline"],
+            capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == 2
+        assert "owner/name" in done.stderr and "disabled" in " ".join(done.stderr.split()), done.stderr

@@ -84,10 +84,12 @@ def root(
 @app.command()
 def serve(
     model: opt.Model = None,
+    offline: opt.Offline = False,
     host: Annotated[str, typer.Option("--host", help="Address to bind.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 = any free one.")] = 8000,
     served_model_name: Annotated[
-        str | None, typer.Option("--served-model-name", help="Name in the API. Default: the directory's.")
+        str | None,
+        typer.Option("--served-model-name", help="Name in the API. Default: the directory's, or the hub id."),
     ] = None,
     max_model_len: opt.MaxModelLen = None,
     dtype: opt.Dtype = "auto",
@@ -175,6 +177,7 @@ def serve(
 @app.command()
 def chat(
     model: opt.Model = None,
+    offline: opt.Offline = False,
     system: Annotated[str | None, typer.Option("--system", help="System prompt.")] = None,
     temperature: Annotated[float, typer.Option("--temperature", help="0 = greedy.")] = 0.7,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of an answer.")] = 256,
@@ -206,6 +209,7 @@ def complete(
     model: Annotated[
         str | None, typer.Option("--model", help="Model directory. Default: the embedded one.")
     ] = None,
+    offline: opt.Offline = False,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of the answer.")] = 64,
     temperature: Annotated[float, typer.Option("--temperature", help="0 = greedy.")] = 0.0,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="Stop string; may be repeated.")] = None,
@@ -229,6 +233,7 @@ def complete(
 @app.command()
 def info(
     model: opt.Model = None,
+    offline: opt.Offline = False,
     max_model_len: opt.MaxModelLen = None,
     dtype: opt.Dtype = "auto",
     cache_bytes: opt.CacheBytes = opt.DEFAULT_CACHE_SIZE,

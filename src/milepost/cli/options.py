@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,14 @@ from milepost.cli.config_file import read_config
 from milepost.cli.sizes import parse_size
 from milepost.config import DEFAULT_DECODE_INTERVAL, DEFAULT_MATCH_UNIT
 from milepost.errors import RequestError
+
+
+def _stay_offline(wanted: bool) -> bool:
+    """Before huggingface_hub is imported, which reads it then."""
+    if wanted:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    return wanted
+
 
 Model = Annotated[
     Path | None,
@@ -197,6 +206,14 @@ GenerationConfig = Annotated[
         "--generation-config",
         help="Where defaults of temperature, top_p and the like come from: auto = the model's "
         "generation_config.json, none, or a path.",
+    ),
+]
+Offline = Annotated[
+    bool,
+    typer.Option(
+        "--offline",
+        help="Take a hub id from the local copies only, without a network.",
+        callback=_stay_offline,
     ),
 ]
 LogFormat = Annotated[

@@ -212,7 +212,7 @@ def load_serving_model(
     Raises:
         ConfigError, CheckpointFileError: before any weight is read, wherever that is possible.
     """
-    from milepost.models.description import describe, model_directory
+    from milepost.models.description import describe, model_directory, model_name
 
     path = model_directory(EMBEDDED_MODEL if directory is None else directory)
     cache = options.cache_config()
@@ -256,7 +256,7 @@ def load_serving_model(
     exactness = "exact" if promise.exact else "numeric"
     connect_stores(engine, options.stores, path, model, geometry, worker.pools, exactness)
     return ServingModel(
-        name=options.served_model_name or path.resolve().name,
+        name=options.served_model_name or model_name(EMBEDDED_MODEL if directory is None else directory),
         engine=engine,
         tokenizer=tokenizer,
         chat=chat,

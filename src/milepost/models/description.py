@@ -68,6 +68,14 @@ def model_directory(path: str | Path) -> Path:
     return directory
 
 
+def model_name(path: str | Path) -> str:
+    """What callers know a model by: the name of its directory, or its hub id without the revision."""
+    directory = Path(path)
+    if not directory.exists() and is_hub_id(str(path)):
+        return str(path).partition("@")[0]
+    return directory.resolve().name
+
+
 def read_spec(path: str | Path) -> DecoderSpec:
     """The decoder that `path/config.json` describes."""
     return parse_config(read_json_object(model_directory(path) / CONFIG_FILE))
