@@ -1,11 +1,13 @@
 """Where a prefix comes from and what it costs: time to first token cold, and as a hit in every tier.
 
-    python bench/tiers.py [MODEL | 100m | 5m] [--lengths 1024 4096 16384] [--redis redis://127.0.0.1:6379/0]
+    python bench/tiers.py [MODEL | 100m | 5m] [--lengths 1024 4096 16384] [--store redis://127.0.0.1:6379/0]
+        [--store "mooncake://127.0.0.1:50051?bytes=4GiB"]
 
 A prompt is served cold, then again from the cache's own memory, then from each store alone (the cache is
-emptied before). Every way is repeated with fresh prompts, all ways in turn. The last line of the request is
-new, so that a hit still computes a few tokens. The second table compares the time of decode steps with a
-store being written to and without. Ratios are within one run; the answers of all ways must be the same.
+emptied before): host memory, a folder, another replica that has computed it, and those that are named. Every
+way is repeated with fresh prompts, all ways in turn. The last line of the request is new, so that a hit still
+computes a few tokens. The second table compares the time of decode steps with a store being written to and
+without. Ratios are within one run; the answers of all ways must be the same.
 
 Exits with 1 if an answer differs, or if a store was used although computing would have been sooner.
 """
@@ -13,16 +15,22 @@ Exits with 1 if an answer differs, or if a store was used although computing wou
 from __future__ import annotations
 
 import argparse
+import contextlib
 import queue
 import random
+import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import time
 from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 from common import (
     RESULTS,
     calibration_ms,
@@ -100,10 +108,58 @@ def load(path: Path, stores: tuple[str, ...], cache_bytes: int, max_len: int) ->
     return model
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+@contextlib.contextmanager
+def peer(path: Path, options: argparse.Namespace) -> Iterator[tuple[str, Callable[[Sequence[int]], None]]]:
+    """Another replica, a process: its address as a store, and a way to let it compute a prompt."""
+    port, kv_port = free_port(), free_port()
+    command = [
+        sys.executable, "-m", "milepost", "serve", str(path), "--port", str(port), "--serve-kv",
+        f"127.0.0.1:{kv_port}?bytes=1GiB", "--cache-bytes", str(options.cache_bytes),
+        "--max-model-len", str(max(options.lengths) + 64), "--served-model-name", "peer",
+    ]  # fmt: skip
+    with (
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_SECONDS, trust_env=False) as client,
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process,
+    ):
+
+        def is_ready() -> bool:
+            with contextlib.suppress(httpx.TransportError):
+                return client.get("/health").status_code == 200
+            return False
+
+        def compute(prompt: Sequence[int]) -> None:
+            body = {"model": "peer", "prompt": list(prompt), "max_tokens": 1, "temperature": 0}
+            client.post("/v1/completions", json=body).raise_for_status()
+
+        try:
+            deadline = time.monotonic() + TIMEOUT_SECONDS
+            while not is_ready():
+                assert process.poll() is None and time.monotonic() < deadline, "the peer does not start"
+                time.sleep(0.2)
+            yield f"peer://127.0.0.1:{kv_port}?max_segment=1GiB", compute
+        finally:
+            process.send_signal(signal.SIGTERM)
+
+
 def time_tier(
-    path: Path, address: str, lengths: list[int], repetitions: int, options: argparse.Namespace, bar: Any
+    path: Path,
+    address: str,
+    lengths: list[int],
+    repetitions: int,
+    options: argparse.Namespace,
+    bar: Any,
+    prepare: Callable[[Sequence[int]], None] = lambda prompt: None,
 ) -> list[dict[str, Any]]:
-    """Cold, cache and one store, in turn, for every length."""
+    """Cold, cache and one store, in turn, for every length.
+
+    Args:
+        prepare: puts a prompt into a store that is not written to.
+    """
     model = load(path, (address,), options.cache_bytes, max(lengths) + 64)
     rng = random.Random(1)
     rows = []
@@ -120,6 +176,7 @@ def time_tier(
                 cold = ask(model, prompt)
                 memory = ask(model, prompt)
                 empty_cache(model)
+                prepare(prompt)
                 loaded = ask(model, prompt)
                 empty_cache(model)
                 assert cold.tokens == memory.tokens == loaded.tokens, "answers differ"
@@ -182,7 +239,13 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--step-tokens", type=int, default=512)
     parser.add_argument("--cache-bytes", type=int, default=2 << 30)
-    parser.add_argument("--redis", help="address of a Redis server to measure too")
+    parser.add_argument(
+        "--store",
+        action="append",
+        default=[],
+        metavar="ADDRESS",
+        help="another store to measure, like redis://",
+    )
     parser.add_argument("--json", type=Path, default=RESULTS / "tiers.json")
     options = parser.parse_args()
     calibration = calibration_ms()
@@ -191,17 +254,16 @@ def main() -> int:
         if options.model in SIZES:
             path = Path(scratch) / "model"
             make_size(path, options.model)
-        addresses = ["memory://?bytes=4GiB", f"file://{scratch}/segments?bytes=8GiB"]
-        if options.redis:
-            addresses.append(options.redis)
+        addresses = ["memory://?bytes=4GiB", f"file://{scratch}/segments?bytes=8GiB", *options.store]
         rows: list[dict[str, Any]] = []
-        total = len(addresses) * len(options.lengths) * options.repetitions
+        total = (len(addresses) + 1) * len(options.lengths) * options.repetitions
         with Progress(console=console) as progress:
             bar = progress.add_task("prompts", total=total)
+            rest = options.lengths, options.repetitions, options, _Bar(progress, bar)
             for address in addresses:
-                rows += time_tier(
-                    path, address, options.lengths, options.repetitions, options, _Bar(progress, bar)
-                )
+                rows += time_tier(path, address, *rest)
+            with peer(path, options) as (address, compute):
+                rows += time_tier(path, address, *rest, compute)
         steps = time_steps(path, f"file://{scratch}/steps?bytes=8GiB", options.step_tokens, options)
     print_machine(calibration)
     print_table(

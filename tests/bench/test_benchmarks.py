@@ -201,7 +201,7 @@ def test_tiers_give_the_same_answers_from_everywhere(tmp_path: Path) -> None:
         *("5m", "--lengths", "300", "--repetitions", "2", "--step-tokens", "40"),
     )
     rows = document["results"]["first_token"]
-    assert [row["tier"] for row in rows] == ["memory", "file"]
+    assert [row["tier"] for row in rows] == ["memory", "file", "peer"]
     assert all(row["loaded_tokens"] >= 256 or row["outcomes"] != "loaded" for row in rows)
     assert "time between tokens" in done.stdout
 
