@@ -8,6 +8,7 @@ widest instruction set that has the same numerics.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import secrets
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from tests.support.pairwise import pairwise, random_rows, row_id
 from milepost.kernels.api import select_kernels
 from milepost.kernels.native_library import native_library
 from milepost.models import load_model
+from milepost.models.layout import CONV_TAIL_FIELD, KEY_VALUE_FIELD, LATENT_FIELD, STATE_MATRIX_FIELD
 
 library = native_library().module
 if library is None:
@@ -51,6 +53,8 @@ FAMILY_CASES = pairwise(FAMILY_FACTORS)
 """Fewer of each family: of two settings, every pair of values; of three, not every triple."""
 
 Drivers = Callable[[dict[str, Any]], Driver]
+Fault = Callable[[Driver, int, list[int]], None]
+"""Spoils the state in a slot, or pages, before a hit reads them."""
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +152,7 @@ def cold_logits(driver: Driver, case: dict[str, Any], seed: int) -> torch.Tensor
     return _cold[key]
 
 
-def check(driver: Driver, case: dict[str, Any], seed: int) -> None:
+def check(driver: Driver, case: dict[str, Any], seed: int, fault: Fault | None = None) -> None:
     expected = cold_logits(driver, case, seed)
     library.set_isa(case["isa"])
     library.set_num_threads(case["threads"])
@@ -177,6 +181,8 @@ def check(driver: Driver, case: dict[str, Any], seed: int) -> None:
         records[checkpoint].fill_(255)
         records[9] = torch.frombuffer(bytearray(stored), dtype=torch.uint8)
         start_slot = 9
+    if fault is not None:
+        fault(driver, start_slot, first.pages)
     second = driver.sequence(
         tokens, running_slot, start_slot=start_slot, pages=first.pages[: hit // UNIT], num_processed=hit
     )
@@ -227,3 +233,59 @@ def test_the_comparison_would_see_a_difference(name: str, shelf: Shelf) -> None:
     cut = run_chunks(driver, driver.sequence(tokens, 0), 33, Neighbours(driver, "none", 0), [])
     assert not torch.equal(whole, cut)
     assert float((whole - cut).abs().max()) < (1.0 if name == TINY else 1e-3)
+
+
+def flip_bit(view: torch.Tensor, record: int) -> None:
+    """Another value in the middle of a record: one bit of its fraction."""
+    wanted = {torch.float32: (torch.int32, 1 << 20), torch.bfloat16: (torch.int16, 1 << 5)}[view.dtype]
+    values = view[record].view(wanted[0])
+    at = tuple(size // 2 for size in values.shape)
+    values[at] = values[at] ^ wanted[1]
+
+
+def flip_in(*names: str) -> Fault:
+    def fault(driver: Driver, slot: int, pages: list[int]) -> None:
+        fields = driver.worker.pools.fields
+        key = min(key for key in fields if key[1] in names)
+        flip_bit(fields[key], pages[2] if names == ATTENTION_FIELDS else slot)
+
+    return fault
+
+
+ATTENTION_FIELDS = (LATENT_FIELD, KEY_VALUE_FIELD)
+FAULTS = {
+    "state": flip_in(STATE_MATRIX_FIELD),
+    "tail": flip_in(CONV_TAIL_FIELD),
+    "page": flip_in(*ATTENTION_FIELDS),
+}
+SIMPLE_CASE = {name: values[0] for name, values in FACTORS.items()} | {
+    "hit": 128, "first_chunk": 200, "rest_chunk": 100, "isa": library.available_isas()[-1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("where", sorted(FAULTS))
+@pytest.mark.parametrize("model", [TINY, *sorted(FAMILIES)])
+def test_one_wrong_bit_is_noticed(drivers: Drivers, model: str, where: str, dtype: str) -> None:
+    case = SIMPLE_CASE | {"model": model, "dtype": dtype}
+    driver = drivers(case)
+    check(driver, case, seed=1)
+    with pytest.raises(AssertionError):
+        check(driver, case, 1, FAULTS[where])
+    driver.recycle()
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 33])
+def test_a_kernel_that_rounds_some_row_counts_differently_is_noticed(shelf: Shelf, num_rows: int) -> None:
+    good = select_kernels("native")
+
+    def linear(x: torch.Tensor, weight: Any, **options: Any) -> torch.Tensor:
+        result = good.linear(x, weight, **options)
+        if x.shape[0] == num_rows:
+            result[-1, 0] = torch.nextafter(result[-1, 0], torch.tensor(float("inf")))
+        return result
+
+    model = load_model(shelf.directory("kimi_linear"), kernels=dataclasses.replace(good, linear=linear))
+    case = SIMPLE_CASE | {"model": "kimi_linear with a fault", "rest_chunk": num_rows}
+    with pytest.raises(AssertionError):
+        check(Driver(model, match_unit=UNIT, cache_bytes=24 << 20), case, seed=1)

@@ -16,6 +16,7 @@ from tests.engine.engines import collect
 from milepost.config import CacheConfig, SchedulerConfig
 from milepost.core.plan import SamplingParams
 from milepost.core.scheduler import Scheduler
+from milepost.engine.audit import AuditConfig
 from milepost.engine.engine import Engine
 from milepost.engine.messages import GenerationRequest, LoadNote, OutputDelta, ReuseExplanation
 from milepost.engine.segments import SegmentCodec
@@ -40,6 +41,7 @@ class Replica:
     engine: Engine
     scheduler: Scheduler
     tiers: Tiers | None
+    worker: TorchWorker
 
     def start(self, prompt: list[int], max_tokens: int = 4, **options: object) -> queue.SimpleQueue:  # type: ignore[type-arg]
         events: queue.SimpleQueue = queue.SimpleQueue()  # type: ignore[type-arg]
@@ -96,20 +98,22 @@ def replica(
     cache_bytes: int = ROOMY,
     max_num_seqs: int = 8,
     fingerprint: str = FINGERPRINT,
+    caching: bool = True,
+    max_num_batched_tokens: int = 256,
+    audit: AuditConfig | None = None,
 ) -> Iterator[Replica]:
     geometry = model.geometry(UNIT)
-    scheduler = Scheduler(
-        geometry, CacheConfig(cache_bytes, UNIT), SchedulerConfig(256, max_num_seqs, max_model_len=4096)
-    )
+    config = SchedulerConfig(max_num_batched_tokens, max_num_seqs, max_model_len=4096)
+    scheduler = Scheduler(geometry, CacheConfig(cache_bytes, UNIT, caching), config)
     worker = TorchWorker(model, geometry, cache_bytes)
-    engine = Engine(scheduler, worker, tokenizer)
+    engine = Engine(scheduler, worker, tokenizer, audit=audit)
     tiers = Tiers(stores) if stores else None
     if tiers is not None:
         codec = SegmentCodec(geometry, worker.pools, fingerprint, time.time)
         engine.use_tiers(tiers, codec, always_loads=True)
     engine.start()
     try:
-        yield Replica(engine, scheduler, tiers)
+        yield Replica(engine, scheduler, tiers, worker)
     finally:
         engine.close()
         assert engine.failure is None
