@@ -3,142 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.support.driver import random_tokens
+from tests.support.conversations import NUM_OUTPUT, Engine, KnownAnswers
 from tests.support.families import FAMILIES, Shelf
 
-from milepost.config import CacheConfig, SchedulerConfig
-from milepost.core.drafts import DraftPlanner
 from milepost.core.plan import SamplingParams
 from milepost.core.request import Request
-from milepost.core.scheduler import Scheduler
 from milepost.errors import WorkerError
 from milepost.models.hybrid import HybridDecoder
 from milepost.models.loading import LoadedModel
 from milepost.runner import worker as worker_module
-from milepost.runner.worker import TorchWorker
-
-UNIT = 16
-NUM_OUTPUT = 40
-NUM_CONVERSATIONS = 4
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
 def model(request: Any, shelf: Shelf) -> LoadedModel:
     return shelf.model(request.param)
-
-
-@dataclass
-class KnownAnswers:
-    """Drafts the known continuation, wrong at a rate; between none and as many as allowed if ragged."""
-
-    answers: dict[int, list[int]]
-    vocab_size: int
-    error_rate: float
-    is_ragged: bool = False
-    prompts: dict[int, int] = field(default_factory=dict)
-    rng: random.Random = field(default_factory=lambda: random.Random(5))
-
-    def propose(self, request_id: int, tokens: Sequence[int], max_drafts: int) -> Sequence[int]:
-        done = len(tokens) - self.prompts[request_id]
-        count = self.rng.randrange(max_drafts + 1) if self.is_ragged else max_drafts
-        drafts = self.answers[request_id][done : done + count]
-        return [
-            self.rng.randrange(self.vocab_size) if self.rng.random() < self.error_rate else token
-            for token in drafts
-        ]
-
-    def forget(self, request_id: int) -> None:
-        self.prompts.pop(request_id, None)
-
-
-class Engine:
-    """schedule, execute, commit over three turns of some conversations."""
-
-    def __init__(
-        self,
-        model: LoadedModel,
-        *,
-        cache_bytes: int = 64 << 20,
-        step_tokens: int = 96,
-        drafter: KnownAnswers | None = None,
-        num_drafts: int = 0,
-    ) -> None:
-        geometry = model.geometry(UNIT)
-        cache = CacheConfig(cache_bytes, UNIT, checkpoint_interval=64, decode_interval=16)
-        planner = DraftPlanner(drafter, num_drafts) if drafter is not None and num_drafts else None
-        self.model = model
-        self.drafter = drafter
-        self.scheduler = Scheduler(geometry, cache, SchedulerConfig(step_tokens, 8, 2048), planner)
-        self.worker = TorchWorker(model, geometry, cache_bytes)
-        self.cache_bytes = cache_bytes
-        self.tokens: dict[int, list[int]] = {}
-        self.cached: dict[int, int] = {}
-
-    def run(self, requests: list[Request], preempt: random.Random | None) -> None:
-        for request in requests:
-            self.tokens[request.request_id] = []
-            if self.drafter is not None:
-                self.drafter.prompts[request.request_id] = request.num_prompt_tokens
-            self.scheduler.add(request)
-        for step in range(3000):
-            if not self.scheduler.has_unfinished_requests:
-                return
-            if preempt is not None and preempt.random() < 0.1 and self.scheduler.running:
-                self.scheduler.preempt(preempt.choice(self.scheduler.running).request_id)
-            result = self.worker.execute(self.scheduler.schedule(float(step)))
-            assert result.error is None
-            for update in self.scheduler.commit(result):
-                assert update.error is None
-                self.tokens[update.request_id] += [token.token_id for token in update.tokens]
-                if update.reuse is not None:
-                    self.cached[update.request_id] = update.reuse.num_cached_tokens
-            assert self.scheduler.audit() == []
-            assert self.worker.mapped_bytes() <= self.scheduler.cache.memory.committed_bytes
-        raise AssertionError("no progress")
-
-    def converse(self, *, preempt: random.Random | None = None) -> None:
-        vocab_size = self.model.vocab_size
-        histories = {c: random_tokens(41, vocab_size, seed=1) for c in range(NUM_CONVERSATIONS)}
-        for turn in range(3):
-            requests = []
-            for c, history in histories.items():
-                # Prompts end at, before and behind boundaries.
-                history += random_tokens(22 + (c + turn) % 3, vocab_size, seed=100 * turn + c)
-                sampling = SamplingParams(
-                    temperature=float(c % 2),
-                    seed=c,
-                    repetition_penalty=1.2 if c == 3 else 1.0,
-                    frequency_penalty=0.3 if c == 2 else 0.0,
-                    min_tokens=9 * (c == 1),
-                    stop_token_ids=list(range(0, vocab_size, 40)) if c == 1 else [],
-                )
-                requests.append(Request(10 * turn + c, history, sampling, max_tokens=NUM_OUTPUT - c))
-            self.run(requests, preempt)
-            for c, history in histories.items():
-                history += self.tokens[10 * turn + c]
-
-    def records(self) -> dict[bytes, tuple[list[bytes], list[bytes] | None]]:
-        """Chain key -> contents of every published page and state."""
-        pools = self.worker.pools
-        num_attention = len(self.scheduler.cache.attention)
-
-        def content(pool: int, record: int) -> bytes:
-            return b"".join(bytes(part) for part in pools.read_records(pool, [record]))
-
-        return {
-            key: (
-                [content(pool, page) for pool, page in enumerate(node.pages)],
-                None
-                if node.states is None
-                else [content(num_attention + pool, slot) for pool, slot in enumerate(node.states)],
-            )
-            for key, node in self.scheduler.cache.tree.index.items()
-        }
 
 
 @pytest.fixture(scope="module")

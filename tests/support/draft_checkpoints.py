@@ -48,9 +48,21 @@ def layer_tensors(name: str, seed: int) -> dict[str, torch.Tensor]:
 
 
 def with_drafts(
-    name: str, num_modules: int = 1, *, seed: int = 5, own_heads: bool = True, **changes: Any
+    name: str,
+    num_modules: int = 1,
+    *,
+    seed: int = 5,
+    own_heads: bool = True,
+    context: float | None = None,
+    **changes: Any,
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Config and tensors of a family with `num_modules` draft modules; `changes` go into the config."""
+    """Config and tensors of a family with `num_modules` draft modules; `changes` go into the config.
+
+    Args:
+        own_heads: DeepSeek's layout: modules bring a head.
+        context: None = random weights, which accept next to nothing. Else decoder and modules mostly look at
+            the last token, and what comes before it counts so much: small = most drafts are accepted.
+    """
     count = {"mtp_num_hidden_layers" if is_qwen(name) else "num_nextn_predict_layers": num_modules}
     config = FAMILIES[name].config(**count, **changes)
     tensors = FAMILIES[name].tensors(config, seed)
@@ -82,7 +94,32 @@ def with_drafts(
             linear(at + "eh_proj", hidden, 2 * hidden)
             if own_heads:
                 linear(at + "shared_head.head", text["vocab_size"], hidden)
+    if context is not None:
+        _agree(name, text, tensors, context)
     return config, tensors
+
+
+_OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight", "experts.down_proj")
+
+
+def _agree(name: str, text: dict[str, Any], tensors: dict[str, torch.Tensor], context: float) -> None:
+    """Makes decoder and modules nearly the same function of the last token."""
+    prefix, hidden = decoder_prefix(tensors), text["hidden_size"]
+    head = tensors["language_model.lm_head.weight" if name == "kimi_k3" else "lm_head.weight"]
+    for at, tensor in tensors.items():
+        if at.endswith("routed_expert_up_proj.weight") or (
+            at.endswith(_OUTPUTS) and "routed_expert" not in at and not (name == "kimi_k3" and ".w2." in at)
+        ):
+            tensor *= context
+        elif at.endswith(("enorm.weight", "pre_fc_norm_embedding.weight")):
+            tensor.fill_(0.0 if is_qwen(name) else 1.0)
+        elif at.endswith(("eh_proj.weight", "mtp.fc.weight")):
+            tensor[:, hidden:] *= context
+            tensor[:, :hidden] = torch.eye(hidden)
+        elif at.endswith(("shared_head.norm.weight", "mtp.norm.weight")):
+            tensor.copy_(tensors[prefix + "norm.weight"])
+        elif at.endswith("shared_head.head.weight"):
+            tensor.copy_(head)
 
 
 def load_with_drafts(directory: Path, name: str, num_draft_tokens: int, **options: Any) -> LoadedModel:

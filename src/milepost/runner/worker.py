@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from array import array
 from collections import Counter
@@ -22,6 +23,7 @@ from milepost.core.plan import (
 from milepost.errors import WorkerError
 from milepost.models.loading import LoadedModel
 from milepost.runner.batch import Batch, PageTable, build_batch, replay_index
+from milepost.runner.drafting import DraftLane, MtpRunner, ProcessedRows
 from milepost.runner.pools import PoolSet
 from milepost.runner.sampler import SamplingRow, TokenHistory, sample, score
 from milepost.runner.verify import num_accepted, sampling_rows
@@ -32,11 +34,17 @@ SCORED_LOGIT_BYTES = 32 << 20
 
 @dataclass(slots=True)
 class _RequestState:
-    """What the worker remembers of a request between steps."""
+    """What the worker remembers of a request between steps.
+
+    Attributes:
+        drafted_position: up to where its draft entries and taps reach; None before its first chunk, which
+            starts where reused pages end.
+    """
 
     sampling: SamplingParams
     page_tables: list[PageTable]
     history: TokenHistory | None
+    drafted_position: int | None = None
 
 
 class TorchWorker:
@@ -59,6 +67,10 @@ class TorchWorker:
         self._geometry = geometry
         self.pools = PoolSet(model.layout, geometry, cache_bytes)
         self._requests: dict[int, _RequestState] = {}
+        self._drafter: MtpRunner | None = None
+        if model.drafts is not None:
+            group = model.layout.attention[-1]
+            self._drafter = MtpRunner(model.drafts, group, self.pools.fields, geometry.match_unit)
 
     @property
     def vocab_size(self) -> int:
@@ -170,14 +182,20 @@ class TorchWorker:
         self._copy_states(plan)
         if not plan.chunks:
             return StepResult(plan.step_id, [])
+        asked, plan = plan, self._with_own_drafts(plan)
         batch, hidden = self.hidden_states(plan)
         results: dict[int, ChunkResult] = {
             number: ChunkResult(chunk.request_id, chunk.end, [], [])
             for number, chunk in enumerate(plan.chunks)
         }
+        for number, chunk in enumerate(asked.chunks):
+            if chunk.num_own_drafts:
+                results[number].draft_tokens = plan.chunks[number].draft_tokens
         failed = self._add_heads(plan, batch, hidden, results)
         failed += self._add_scores(plan, hidden, results)
         self._settle_drafts(plan, batch, results)
+        if self._drafter is not None:
+            self._follow(self._drafter, plan, batch, hidden, results)
         error = None
         if failed:
             names = ", ".join(str(plan.chunks[number].request_id) for number in failed)
@@ -263,3 +281,72 @@ class TorchWorker:
             return
         kept, indices = replay_index(plan, self._model.layout, self._geometry, num_valid)
         self._model.decoder.replay(inputs.record, kept, indices[0], self.pools.fields)
+
+    def _with_own_drafts(self, plan: StepPlan) -> StepPlan:
+        """The plan as if somebody had sent the drafts that the worker is asked to make.
+
+        Raises:
+            WorkerError: the model has no draft modules, or a chunk does not start at its newest token.
+        """
+        numbers = [number for number, chunk in enumerate(plan.chunks) if chunk.num_own_drafts]
+        if not numbers:
+            return plan
+        if self._drafter is None:
+            raise WorkerError("the plan asks for drafts, but the model was loaded without draft modules")
+        lanes = []
+        for number in numbers:
+            chunk = plan.chunks[number]
+            state = self._request(chunk.request_id)
+            if chunk.end != chunk.start + 1 or chunk.start < 1 or chunk.draft_tokens:
+                raise WorkerError(
+                    f"request {chunk.request_id}: drafts follow one token behind others, not [{chunk.start}, "
+                    f"{chunk.end}), and are not sent as well"
+                )
+            self._check_drafted(chunk, state)
+            lanes.append(
+                DraftLane(
+                    chunk.start,
+                    array("I", chunk.tokens)[0],
+                    chunk.num_own_drafts,
+                    frozenset(state.sampling.stop_token_ids),
+                    state.page_tables[-1],
+                )
+            )
+        chunks = list(plan.chunks)
+        for number, drafts in zip(numbers, self._drafter.propose(lanes), strict=True):
+            chunk = chunks[number]
+            end = chunk.end + len(drafts)
+            exports = [export for export in chunk.exports if export.position <= end]
+            chunks[number] = dataclasses.replace(
+                chunk, draft_tokens=drafts.tobytes(), num_own_drafts=0, exports=exports
+            )
+        return dataclasses.replace(plan, chunks=chunks)
+
+    def _follow(
+        self,
+        drafter: MtpRunner,
+        plan: StepPlan,
+        batch: Batch,
+        hidden: torch.Tensor,
+        results: dict[int, ChunkResult],
+    ) -> None:
+        """Brings draft entries to the position of the states and pages of every request."""
+        parts = []
+        for number, result in results.items():
+            chunk, state = plan.chunks[number], self._request(result.request_id)
+            self._check_drafted(chunk, state)
+            tokens = array("I", chunk.tokens + chunk.draft_tokens)[: result.end - chunk.start]
+            first_row = batch.spans[number].first_row
+            parts.append(ProcessedRows(chunk.start, result.end, first_row, tokens, state.page_tables[-1]))
+            state.drafted_position = result.end
+        if parts:
+            drafter.follow(parts, hidden)
+
+    def _check_drafted(self, chunk: ChunkPlan, state: _RequestState) -> None:
+        """Draft entries stand where the chunk starts, as the decoder's do."""
+        at = state.drafted_position
+        if at is not None and at != chunk.start:
+            raise WorkerError(
+                f"request {chunk.request_id}: draft entries reach up to {at}, not {chunk.start}, where the "
+                "chunk starts"
+            )
