@@ -79,7 +79,9 @@ def test_audits_change_no_usage_no_counter_and_no_answer() -> None:
                     wait_for(bench, max(0, number))
             stats = bench.engine.fresh_stats().result(10)
             records = [
-                dataclasses.replace(record, seconds=0.0, time_to_first_token=None, request_id=0)
+                dataclasses.replace(
+                    record, seconds=0.0, queue_seconds=None, time_to_first_token=None, request_id=0
+                )
                 for record in bench.recorder.records
             ]
             counted = dataclasses.replace(stats.counters, num_steps=0, num_prefill_tokens=0)

@@ -295,6 +295,9 @@ def test_usage_metrics_and_explanation_agree(server: Running) -> None:
         ("vllm:generation_tokens_total", first.usage.completion_tokens + second.usage.completion_tokens),
         ("vllm:time_to_first_token_seconds_count", 2),
         ("vllm:e2e_request_latency_seconds_count", 2),
+        ("vllm:request_queue_time_seconds_count", 2),
+        ("vllm:request_prefill_time_seconds_count", 2),
+        ("vllm:request_decode_time_seconds_count", 2),
         ("milepost:request_reuse_total{reason=hit}", 1),
     ):
         assert after[name] - before.get(name, 0) == grown, name

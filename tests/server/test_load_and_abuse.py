@@ -207,6 +207,19 @@ def test_a_full_queue_refuses_before_the_body_comes(server: Running, path: str) 
         assert counted.status_code == 200, "what waits for nothing is answered"
 
 
+def test_the_time_in_the_queue_is_measured(server: Running) -> None:
+    """One runs and stands still for a while: the other's time is spent waiting, not computing."""
+    server.wait_idle()
+    names = [f"vllm:request_{kind}_time_seconds_sum" for kind in ("queue", "prefill")]
+    before = [server.metrics().get(name, 0.0) for name in names]
+    with held(server, 1):
+        time.sleep(0.4)
+    server.wait_idle()
+    queued, computed = (server.metrics()[name] - old for name, old in zip(names, before, strict=True))
+    assert 0.4 <= queued and 0.4 <= computed, "one waited for its seat, the other for its first token"
+    assert queued + computed < 2 * 0.4 + 5
+
+
 def test_the_official_client_waits_and_comes_back(server: Running) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=8, timeout=60)
     with ThreadPoolExecutor(8) as pool:

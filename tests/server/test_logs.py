@@ -58,7 +58,7 @@ def test_a_request_is_logged_with_numbers(server: Running, caplog) -> None:
         assert entry["prompt_tokens"] == usage["prompt_tokens"]
         assert entry["cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
         assert entry["generated_tokens"] == 2 and entry["finish"] == "length"
-        assert entry["e2e_ms"] >= entry["ttft_ms"] > 0
+        assert entry["e2e_ms"] >= entry["ttft_ms"] > 0 and entry["ttft_ms"] >= entry["queue_ms"] >= 0
         assert entry["matched_tokens"] == answer.json()["milepost"]["reuse"]["matched_tokens"]
         # Text and JSON say the same.
         assert f"cached_tokens={entry['cached_tokens']} " in record.getMessage()

@@ -28,12 +28,13 @@ class Answer:
 
     Args:
         submitted_at: clock reading when the caller handed the request in.
+        admitted_at: clock reading when its first step was planned; None = not yet.
     """
 
     __slots__ = (
-        "request_id", "request", "sink", "submitted_at", "first_token_at", "last_token_at", "num_tokens",
-        "generated", "reuse", "finish_reason", "drafting",
-        "_detokenizer", "_stops", "_marked",
+        "request_id", "request", "sink", "submitted_at", "admitted_at", "first_token_at", "last_token_at",
+        "num_tokens", "generated", "reuse", "finish_reason", "drafting", "_detokenizer", "_stops",
+        "_marked",
     )  # fmt: skip
 
     def __init__(
@@ -48,6 +49,7 @@ class Answer:
         self.request = request
         self.sink = sink
         self.submitted_at = submitted_at
+        self.admitted_at: float | None = None
         self.first_token_at: float | None = None
         self.last_token_at = submitted_at
         self.num_tokens = 0
@@ -151,6 +153,7 @@ class Answer:
             num_generated_tokens=self.num_tokens,
             finish_reason=finish_reason,
             reuse=self.reuse,
+            queue_seconds=None if self.admitted_at is None else self.admitted_at - self.submitted_at,
             time_to_first_token=None if first is None else first - self.submitted_at,
             seconds=now - self.submitted_at,
             num_draft_tokens=self.drafting.num_draft_tokens if self.drafting else 0,
@@ -165,3 +168,11 @@ def constrain(plan: StepPlan, answers: Mapping[int, Answer]) -> None:
         answer = answers.get(chunk.request_id) if chunk.num_samples else None
         if answer is not None:
             chunk.allowed_tokens = answer.allowed_tokens(chunk.output_position)
+
+
+def note_admissions(plan: StepPlan, answers: Mapping[int, Answer], now: float) -> None:
+    """Requests that `plan` starts have a seat; some had one before."""
+    for start in plan.started:
+        answer = answers.get(start.request_id)
+        if answer is not None and answer.admitted_at is None:
+            answer.admitted_at = now

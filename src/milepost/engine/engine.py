@@ -25,7 +25,7 @@ from milepost.core.plan import StepPlan, StepResult
 from milepost.core.ports import Worker
 from milepost.core.request import Request, RequestUpdate
 from milepost.core.scheduler import Scheduler
-from milepost.engine.answer import Answer, Sink, constrain
+from milepost.engine.answer import Answer, Sink, constrain, note_admissions
 from milepost.engine.audit import AuditConfig, AuditCounts, HitAuditor
 from milepost.engine.explain import ReuseExplainer
 from milepost.engine.inbox import Message, nothing
@@ -306,6 +306,7 @@ class Engine:
         """One turn of the loop."""
         self._auditor.start_one()
         plan = self._scheduler.schedule(self._clock())
+        note_admissions(plan, self._answers, self._clock())
         constrain(plan, self._answers)
         result = self._execute(plan)
         updates = self._scheduler.commit(result)

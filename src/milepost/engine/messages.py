@@ -237,6 +237,7 @@ class FinishedRequest:
     Attributes:
         finish_reason: "stop", "length", "abort" or "error".
         reuse: None if it ended before it was admitted.
+        queue_seconds: from submission to admission; None if it ended before.
         time_to_first_token: seconds from submission; None if there was no token.
         seconds: from submission to the end.
         num_draft_tokens: guessed tokens that were verified for it; num_accepted_draft_tokens: those that were
@@ -249,6 +250,7 @@ class FinishedRequest:
     num_generated_tokens: int
     finish_reason: str
     reuse: ReuseExplanation | None
+    queue_seconds: float | None
     time_to_first_token: float | None
     seconds: float
     num_draft_tokens: int = 0
@@ -268,6 +270,8 @@ class FinishedRequest:
         if self.num_draft_tokens:
             fields["draft_tokens"] = self.num_draft_tokens
             fields["accepted_draft_tokens"] = self.num_accepted_draft_tokens
+        if self.queue_seconds is not None:
+            fields["queue_ms"] = round(1000 * self.queue_seconds, 1)
         if self.time_to_first_token is not None:
             fields["ttft_ms"] = round(1000 * self.time_to_first_token, 1)
         fields["e2e_ms"] = round(1000 * self.seconds, 1)

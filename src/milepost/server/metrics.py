@@ -22,22 +22,35 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
 class ServerMetrics:
-    """Observer of an engine and renderer of `/metrics`, with a registry of its own."""
+    """Observer of an engine and renderer of `/metrics`, with a registry of its own.
+
+    Attributes:
+        labels: of this server.
+    """
 
     def __init__(self, model: ServingModel, state: ServerState) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
-        self._labels = (model.name, "0")
+        self.labels = (model.name, "0")
         self._generated = self._counter("vllm:generation_tokens", "Tokens generated.")
         self._success = self._labelled(
             "vllm:request_success", "Requests that ended, by reason.", "finished_reason"
         )
         for reason in FINISH_REASONS:
-            self._success.labels(*self._labels, reason)
+            self._success.labels(*self.labels, reason)
         self._first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "Submission to first token.", TTFT_BUCKETS
         )
         self._inter_token = self._histogram(
             "vllm:inter_token_latency_seconds", "Time between output tokens.", INTER_TOKEN_BUCKETS
+        )
+        self._queue = self._histogram(
+            "vllm:request_queue_time_seconds", "Submission to admission.", TTFT_BUCKETS
+        )
+        self._prefill = self._histogram(
+            "vllm:request_prefill_time_seconds", "Admission to first token.", TTFT_BUCKETS
+        )
+        self._decode = self._histogram(
+            "vllm:request_decode_time_seconds", "First token to end.", SECONDS_BUCKETS
         )
         self._seconds = self._histogram(
             "vllm:e2e_request_latency_seconds", "Submission to end.", SECONDS_BUCKETS
@@ -52,12 +65,12 @@ class ServerMetrics:
             "vllm:request_prefill_kv_computed_tokens", "Prompt tokens that were computed.", TOKENS_BUCKETS
         )
         self._describe_cache(model)
-        self._reuse = ReuseCollector(self._labels)
+        self._reuse = ReuseCollector(self.labels)
         self.registry.register(self._reuse)
-        self.registry.register(EngineCollector(model, self._labels))
-        self.registry.register(HttpCollector(state, self._labels))
+        self.registry.register(EngineCollector(model, self.labels))
+        self.registry.register(HttpCollector(state, self.labels))
         if model.engine.tiering is not None:
-            self.registry.register(TierCollector(model.engine.tiering, self._labels))
+            self.registry.register(TierCollector(model.engine.tiering, self.labels))
 
     def render(self) -> bytes:
         """The text exposition format."""
@@ -80,20 +93,26 @@ class ServerMetrics:
             self._inter_token.observe(seconds_since_last / num_tokens)
 
     def finished(self, record: FinishedRequest) -> None:
-        self._success.labels(*self._labels, record.finish_reason).inc()
+        self._success.labels(*self.labels, record.finish_reason).inc()
         self._seconds.observe(record.seconds)
+        queued, first = record.queue_seconds, record.time_to_first_token
+        if queued is not None:
+            self._queue.observe(queued)
+            if first is not None:
+                self._prefill.observe(first - queued)
+                self._decode.observe(record.seconds - first)
         self._answer_size.observe(record.num_generated_tokens)
 
     # ------------------------------------------------------------------ construction
 
     def _counter(self, name: str, text: str) -> Counter:
-        return Counter(name, text, LABELS, registry=self.registry).labels(*self._labels)
+        return Counter(name, text, LABELS, registry=self.registry).labels(*self.labels)
 
     def _labelled(self, name: str, text: str, label: str) -> Counter:
         return Counter(name, text, (*LABELS, label), registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, text, LABELS, buckets=buckets, registry=self.registry).labels(*self._labels)
+        return Histogram(name, text, LABELS, buckets=buckets, registry=self.registry).labels(*self.labels)
 
     def _describe_cache(self, model: ServingModel) -> None:
         cache = model.cache
@@ -109,4 +128,4 @@ class ServerMetrics:
         info = Gauge(
             "vllm:cache_config_info", "Settings of the cache.", (*LABELS, *labels), registry=self.registry
         )
-        info.labels(*self._labels, *labels.values()).set(1)
+        info.labels(*self.labels, *labels.values()).set(1)
