@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from dataclasses import dataclass
+from pathlib import Path
 
 from milepost.errors import ConfigError
 
@@ -101,3 +104,49 @@ class SchedulerConfig:
                 raise ConfigError(name, f"must be at least 1, not {getattr(self, name)}")
         if not 0.0 <= self.background_share <= 1.0:
             raise ConfigError("background_share", f"must be between 0 and 1, not {self.background_share:g}")
+
+
+def read_private_lines(path: Path, field: str) -> tuple[str, ...]:
+    """Lines of a file with keys; empty ones and those that begin with # do not count.
+
+    Raises:
+        ConfigError: not readable, readable by others than its owner, or without a line.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            lines = [line.strip() for line in file]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(field, f"cannot read {path}: {error}") from None
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(
+            field, f"{path} can be opened by others (mode {stat.S_IMODE(mode):04o}); run: chmod 600 {path}"
+        )
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(field, f"{path} holds no key")
+    return keys
+
+
+MIN_SECRET_CHARACTERS = 16
+
+
+def read_secret(path: Path, field: str) -> str:
+    """The one secret of a file.
+
+    Raises:
+        ConfigError: as above; or not one, or one that is easily guessed or cannot stand in a header.
+    """
+    lines = read_private_lines(path, field)
+    if len(lines) != 1:
+        raise ConfigError(field, f"{path} has {len(lines)} lines; one secret is needed")
+    secret = lines[0]
+    if not secret.isascii() or not secret.isprintable() or " " in secret:
+        raise ConfigError(field, f"the secret in {path} must be printable ASCII without spaces")
+    if len(secret) < MIN_SECRET_CHARACTERS:
+        raise ConfigError(
+            field,
+            f"the secret in {path} has {len(secret)} characters; {MIN_SECRET_CHARACTERS} are needed, as from "
+            "`openssl rand -hex 32`",
+        )
+    return secret

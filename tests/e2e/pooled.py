@@ -61,18 +61,11 @@ class Told:
     seconds: float
 
 
-class PooledReplica(Served):
-    """One process over the pool."""
+class AskedReplica(Served):
+    """One process that is asked for prompts given as tokens."""
 
-    def __init__(self, pool: Pool, log: Path, owned_bytes: str = "32MiB") -> None:
-        self.pool = pool
-        super().__init__(
-            [
-                "--prefix-match-unit", str(UNIT), "--cache-bytes", "64MiB", "--kv-load-policy", "always",
-                "--kv-store", pool.address(owned_bytes),
-            ],
-            log,
-        )  # fmt: skip
+    def __init__(self, arguments: Sequence[str], log: Path) -> None:
+        super().__init__(["--prefix-match-unit", str(UNIT), "--cache-bytes", "64MiB", *arguments], log)
 
     def ask(self, prompt: list[int], max_tokens: int) -> Told:
         body = {
@@ -117,6 +110,14 @@ class PooledReplica(Served):
             time.sleep(0.01)
 
 
+class PooledReplica(AskedReplica):
+    """One process over the pool."""
+
+    def __init__(self, pool: Pool, log: Path, owned_bytes: str = "32MiB") -> None:
+        self.pool = pool
+        super().__init__(["--kv-load-policy", "always", "--kv-store", pool.address(owned_bytes)], log)
+
+
 @contextmanager
 def replicas(pool: Pool, folder: Path, owned_bytes: Sequence[str]) -> Iterator[list[PooledReplica]]:
     """One replica for each number, started side by side. The list may be changed; all in it are ended."""
@@ -148,7 +149,7 @@ class Conversation:
     rng: Random
     history: list[int] = field(default_factory=list)
 
-    def turn(self, replica: PooledReplica, num_new_tokens: int = 40, max_tokens: int = 12) -> Turn:
+    def turn(self, replica: AskedReplica, num_new_tokens: int = 40, max_tokens: int = 12) -> Turn:
         prompt = self.history + [self.rng.randrange(300, 2000) for _ in range(num_new_tokens)]
         told = replica.ask(prompt, max_tokens)
         assert told.tokens == self.generate(prompt, max_tokens), (len(prompt), told)

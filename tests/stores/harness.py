@@ -213,6 +213,7 @@ class PeerHarness(Harness):
         self.secret = secret
         self.servers: dict[Identity, Any] = {}
         self.sources: dict[Identity, MemorySource] = {}
+        self.readers: list[Any] = []
 
     def serve(self, identity: Identity) -> Any:
         """The server of an identity; started with the first call."""
@@ -223,12 +224,12 @@ class PeerHarness(Harness):
         if identity not in self.servers:
             self.sources[identity] = MemorySource(identity)
             area = StagingArea(self.area_bytes)
-            hello = None
+            stage = None
             if self.nixl:
                 from milepost.stores.peer_nixl import NixlStage
 
-                hello = NixlStage(area, "127.0.0.1", self.secret, "instance").hello
-            app = PeerApp(self.sources[identity], area, secret=self.secret, hello=hello)
+                stage = NixlStage(area, "127.0.0.1", self.secret, "instance")
+            app = PeerApp(self.sources[identity], area, secret=self.secret, stage=stage)
             self.servers[identity] = PeerServer(app, bind("127.0.0.1", 0))
             self.servers[identity].start()
         return self.servers[identity]
@@ -245,7 +246,15 @@ class PeerHarness(Harness):
             from milepost.stores.peer_nixl import NixlReader
 
             bulk = NixlReader(host, self.secret, name="peer", silence_seconds=5.0)
-        return WrittenPeer(self.sources[identity], connections, identity, bulk=bulk)
+            self.readers.append(bulk)
+        store = WrittenPeer(self.sources[identity], connections, identity, bulk=bulk)
+        if bulk is not None:
+            bulk.connect(store.ask_hello)
+            end = time.monotonic() + 60
+            while not bulk.is_ready:
+                assert time.monotonic() < end
+                time.sleep(0.002)
+        return store
 
     def damage(self, store: ObjectStore | GuardedStore, key: bytes, change: Change) -> None:
         store = inside(store)
@@ -255,6 +264,8 @@ class PeerHarness(Harness):
         objects[key.hex()] = memoryview(change(bytes(objects.get(key.hex(), b""))) or b"\0")
 
     def close(self) -> None:
+        for server in self.servers.values():
+            assert not server.app.counts.num_segments["wire" if self.nixl else "nixl"], "only one way"
         super().close()
         for server in self.servers.values():
             server.close()

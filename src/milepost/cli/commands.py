@@ -117,7 +117,10 @@ def serve(
     kv_store: opt.KvStore = None,
     persist: opt.Persist = None,
     persist_bytes: opt.PersistBytes = opt.DEFAULT_PERSIST_SIZE,
-    kv_load_policy: opt.LoadPolicy = "auto",
+    kv_load_policy: opt.LoadPolicy = None,
+    role: opt.Role = "both",
+    serve_kv: opt.ServeKv = None,
+    peer_token_file: opt.PeerTokenFile = None,
     verify_weights: opt.VerifyWeights = False,
     kv_events_config: opt.KvEvents = None,
     speculative_config: opt.Speculation = None,
@@ -159,6 +162,9 @@ def serve(
             load_policy=kv_load_policy,
             verify_weights=verify_weights,
             kv_events_config=kv_events_config,
+            role=role,
+            serve_kv=serve_kv,
+            peer_token_file=peer_token_file,
         ),
     )
     server_options = opt.server_options(
@@ -170,6 +176,7 @@ def serve(
         admin_api_keys=admin_api_key or [],
         share_prefix_across_keys=share_prefix_across_keys,
         otlp_traces_endpoint=otlp_traces_endpoint,
+        role=role,
     )
     serve_model(model, options, server_options, host, port, log_format)
 

@@ -9,6 +9,7 @@ from milepost.cli.sizes import format_size
 from milepost.config import CacheConfig
 from milepost.core.chunking import effective_spacing
 from milepost.core.geometry import CacheGeometry
+from milepost.engine.roles import BOTH
 
 if TYPE_CHECKING:
     from milepost.engine.memory import MemoryPlan
@@ -120,4 +121,6 @@ def settings_line(model: ServingModel, options: ServingOptions, server: ServerOp
     num_keys = len(server.api_keys) + len(server.admin_api_keys)
     caches = "one cache for all" if server.share_prefix_across_keys else "a cache for each"
     parts.append(f"{num_keys} API keys with {caches}" if num_keys else "no API key needed")
+    if server.role != BOTH:
+        parts.append(f"role {server.role}")
     return "in force: " + ", ".join(parts)

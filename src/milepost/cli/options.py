@@ -153,8 +153,8 @@ KvStore = Annotated[
     list[str] | None,
     typer.Option(
         "--kv-store",
-        help="Where segments live beyond the cache, like memory://?bytes=8GiB, file:///dir?bytes=50GiB or "
-        "redis://host:6379/0?bytes=8GiB; may be repeated, fastest first.",
+        help="Where segments live beyond the cache, like memory://?bytes=8GiB, file:///dir?bytes=50GiB, "
+        "redis://host:6379/0?bytes=8GiB or peer://host:9400; may be repeated, fastest first.",
     ),
 ]
 Persist = Annotated[
@@ -168,10 +168,34 @@ PersistBytes = Annotated[
     str, typer.Option("--persist-bytes", help="Most that the folder of --persist may take, like 50GiB.")
 ]
 LoadPolicy = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--kv-load-policy",
-        help="auto = load from a store where that is sooner than computing; always = whenever it can.",
+        help="auto = load from a store where that is sooner than computing; always = whenever it can. "
+        "Default: auto; always with --role decode.",
+    ),
+]
+Role = Annotated[
+    str,
+    typer.Option(
+        "--role",
+        help="both, or where prompts and answers are computed by different replicas: prefill = prompts only, "
+        "decode = loads them.",
+    ),
+]
+ServeKv = Annotated[
+    str | None,
+    typer.Option(
+        "--serve-kv",
+        help="HOST:PORT where other replicas get what is cached here, as --kv-store peer://HOST:PORT; with "
+        "?bytes=256MiB&transport=auto behind it. Default: nowhere.",
+    ),
+]
+PeerTokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--peer-token-file",
+        help="File with the secret of replicas that get from each other, readable by its owner only (0600).",
     ),
 ]
 VerifyWeights = Annotated[
@@ -294,11 +318,14 @@ def store_options(
     kv_store: Sequence[str] | None,
     persist: Path | None,
     persist_bytes: str,
-    load_policy: str,
+    load_policy: str | None,
     verify_weights: bool,
     kv_events_config: str | None,
 ) -> Any:
     """`engine.stores.StoreOptions` from option values (imported late: it needs the extras).
+    role: str,
+    serve_kv: str | None,
+    peer_token_file: Path | None,
 
     Raises:
         ConfigError: a value that cannot work, by its name.
@@ -314,6 +341,9 @@ def store_options(
         kv_events_config,
     )
 
+        role,
+        serve_kv,
+        peer_token_file,
 
 def server_options(
     *, max_body_bytes: str, api_keys: Sequence[str], api_key_file: Path | None, **others: Any

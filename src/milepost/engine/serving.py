@@ -32,7 +32,7 @@ from milepost.engine.messages import GenerationRequest
 from milepost.engine.output_parser import AUTO, OutputFormat
 from milepost.engine.params import random_seed
 from milepost.engine.speculative import SpeculativeConfig
-from milepost.engine.stores import StoreOptions, connect_events, connect_stores
+from milepost.engine.stores import PeerOffer, StoreOptions, connect_events, connect_stores
 from milepost.engine.structured import GrammarCompiler
 from milepost.engine.tokenizer import Tokenizer
 from milepost.errors import ConfigError
@@ -124,6 +124,7 @@ class ServingModel:
     name: str
     engine: Engine
     tokenizer: Tokenizer
+        offer: what peers can be given, if they are to get it.
     chat: ChatRenderer
     output_format: OutputFormat
     geometry: CacheGeometry
@@ -142,6 +143,7 @@ class ServingModel:
     def __post_init__(self) -> None:
         self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size)
 
+    offer: PeerOffer | None = None
     def encode_prompt(self, text: str) -> array[int]:
         """Token ids of a raw text prompt."""
         return array("I", self.tokenizer.encode_prompt(text))
@@ -254,7 +256,7 @@ def load_serving_model(
         scheduler, worker, tokenizer, audit=audit, max_queued_requests=options.max_queued_requests
     )
     exactness = "exact" if promise.exact else "numeric"
-    connect_stores(engine, options.stores, path, model, geometry, worker.pools, exactness)
+    offer = connect_stores(engine, scheduler, options.stores, path, model, geometry, worker.pools, exactness)
     return ServingModel(
         name=options.served_model_name or model_name(EMBEDDED_MODEL if directory is None else directory),
         engine=engine,
@@ -279,6 +281,7 @@ def planned_memory(directory: Path, about: ModelDescription, options: ServingOpt
     """What serving it with these options takes."""
     from milepost.engine.memory import memory_plan
 
+        offer=offer,
     return memory_plan(
         directory,
         about,

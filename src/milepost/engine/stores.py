@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from milepost.config import read_secret
 from milepost.core.geometry import CacheGeometry
 from milepost.core.ports import RecordAccess
+from milepost.core.scheduler import Scheduler
 from milepost.engine.engine import Engine
 from milepost.engine.kv_events import KvEventLog, KvEventSource
 from milepost.engine.kv_publisher import KvEventsConfig, ZmqPublisher, parse_kv_events_config
+from milepost.engine.peer_source import CacheSource
+from milepost.engine.roles import ALWAYS, BOTH, check_role, load_policy_of
 from milepost.engine.segments import SegmentCodec
 from milepost.errors import ConfigError, StoreError
 from milepost.stores.address import StoreAddress, open_stores, parse_addresses
 from milepost.stores.folder import SegmentFolder
+from milepost.stores.peer_options import PeerServing, bound, parse_serving
+from milepost.stores.peer_protocol import MAX_HEAD_BYTES
 from milepost.stores.segment_format import Identity
 from milepost.stores.tiers import Tiers
 
@@ -27,7 +33,6 @@ log = logging.getLogger("milepost.engine")
 
 PERSIST_TIER = "persist"
 DEFAULT_PERSIST_BYTES = 50 << 30
-LOAD_POLICIES = ("auto", "always")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,10 @@ class StoreOptions:
         kv_stores: addresses, fastest first; see `stores.address`.
         persist: folder of a file tier behind them; None = none.
         persist_bytes: its budget.
-        load_policy: "auto" = load where that is sooner than computing; "always".
+        load_policy: "auto" = load where that is sooner than computing; "always"; None = by the role.
+        role: see `roles`.
+        serve_kv: where peers get what is cached here; see `stores.peer_options.parse_serving`.
+        peer_token_file: the secret of replicas that pull from each other.
         verify_weights: hash every byte of the weights into the fingerprint, not samples.
         kv_events_config: JSON; see `kv_publisher.KvEventsConfig`.
     """
@@ -46,16 +54,19 @@ class StoreOptions:
     kv_stores: tuple[str, ...] = ()
     persist: Path | None = None
     persist_bytes: int = DEFAULT_PERSIST_BYTES
-    load_policy: str = "auto"
+    load_policy: str | None = None
     verify_weights: bool = False
     kv_events_config: str | None = None
+    role: str = BOTH
+    serve_kv: str | None = None
+    peer_token_file: Path | None = None
 
     def addresses(self) -> list[StoreAddress]:
         """
         Raises:
             ConfigError: an address that cannot work.
         """
-        addresses = parse_addresses(self.kv_stores)
+        addresses = [self._with_token(address) for address in parse_addresses(self.kv_stores)]
         if self.persist is not None:
             folder = self.persist.expanduser().absolute()
             if folder == Path(folder.anchor):
@@ -66,6 +77,21 @@ class StoreOptions:
                 StoreAddress("file", f"file://{folder}", str(folder), self.persist_bytes, PERSIST_TIER)
             )
         return addresses
+
+    def _with_token(self, address: StoreAddress) -> StoreAddress:
+        if address.kind != "peer" or self.peer_token_file is None:
+            return address
+        return replace(address, options={"token_file": str(self.peer_token_file), **address.options})
+
+    def serving(self) -> PeerServing | None:
+        """
+        Raises:
+            ConfigError: `serve_kv` or its secret cannot work.
+        """
+        if self.serve_kv is None:
+            return None
+        file = self.peer_token_file
+        return parse_serving(self.serve_kv, None if file is None else read_secret(file, "peer_token_file"))
 
     def events(self) -> KvEventsConfig | None:
         """
@@ -92,29 +118,39 @@ class StoreOptions:
         events = self.events()
         if events is not None:
             ZmqPublisher(events).close()
-        if self.load_policy not in LOAD_POLICIES:
-            raise ConfigError(
-                "kv_load_policy", f"{self.load_policy!r} is unknown; use one of {', '.join(LOAD_POLICIES)}"
-            )
+        serving = self.serving()
+        check_role(self.role, self.addresses(), serves_peers=serving is not None)
+        load_policy_of(self.role, self.load_policy)
+        if serving is not None:
+            bound(serving).close()
+
+
+@dataclass(frozen=True, slots=True)
+class PeerOffer:
+    """What peers can be given, and how."""
+
+    source: CacheSource
+    serving: PeerServing
 
 
 def connect_stores(
     engine: Engine,
+    scheduler: Scheduler,
     options: StoreOptions,
     directory: Path,
     model: LoadedModel,
     geometry: CacheGeometry,
     records: RecordAccess,
     exactness: str,
-) -> None:
-    """Give `engine` its tiers, before it starts.
+) -> PeerOffer | None:
+    """Give `engine` its tiers, before it starts; returns what peers can be given, if they are to get it.
 
     Raises:
         ConfigError, StoreError: an address that is wrong, or a store that cannot be used.
     """
-    addresses = options.addresses()
-    if not addresses:
-        return
+    addresses, serving = options.addresses(), options.serving()
+    if not addresses and serving is None:
+        return None
     from milepost.models.identity import fingerprint
 
     identity = Identity(
@@ -128,10 +164,18 @@ def connect_stores(
         ),
         (geometry.rank, geometry.world_size),
     )
-    tiers = Tiers(open_stores(addresses, identity))
     codec = SegmentCodec(geometry, records, identity.fingerprint, time.time)
-    engine.use_tiers(tiers, codec, always_loads=options.load_policy == "always")
-    log.info("stores, fastest first: %s; fingerprint %s", ", ".join(tiers.names), identity.fingerprint[:16])
+    if addresses:
+        tiers = Tiers(open_stores(addresses, identity))
+        policy = load_policy_of(options.role, options.load_policy)
+        engine.use_tiers(tiers, codec, always_loads=policy == ALWAYS)
+        log.info(
+            "stores, fastest first: %s; fingerprint %s", ", ".join(tiers.names), identity.fingerprint[:16]
+        )
+    if serving is None:
+        return None
+    largest = serving.area_bytes - MAX_HEAD_BYTES
+    return PeerOffer(CacheSource(engine, scheduler, geometry, codec, largest), serving)
 
 
 def connect_events(engine: Engine, options: StoreOptions, match_unit: int) -> ZmqPublisher | None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import os
-import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
@@ -13,7 +11,8 @@ from pathlib import Path
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from milepost.errors import ConfigError, RequestError
+from milepost.config import read_private_lines
+from milepost.errors import RequestError
 from milepost.server.options import ServerOptions
 
 OPEN_PATHS = ("/health", "/version", "/ui")
@@ -102,20 +101,7 @@ def read_key_file(path: Path, field: str = "api_key_file") -> tuple[str, ...]:
     Raises:
         ConfigError: not readable, readable by others than its owner, or without a key.
     """
-    try:
-        with open(path, encoding="utf-8") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            lines = [line.strip() for line in file]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(field, f"cannot read {path}: {error}") from None
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ConfigError(
-            field, f"{path} can be opened by others (mode {stat.S_IMODE(mode):04o}); run: chmod 600 {path}"
-        )
-    keys = tuple(line for line in lines if line and not line.startswith("#"))
-    if not keys:
-        raise ConfigError(field, f"{path} holds no key")
-    return keys
+    return read_private_lines(path, field)
 
 
 def _concerns_everybody(path: str) -> bool:

@@ -39,8 +39,11 @@ from milepost.server.generation import Service
 from milepost.server.metrics import ServerMetrics
 from milepost.server.middleware import Gate
 from milepost.server.options import ServerOptions
+from milepost.server.peer_app import PeerServer, open_peer_server
+from milepost.server.peer_metrics import PeerCollector
 from milepost.server.state import Phase, ServerState
 from milepost.server.tracing import RequestTracer, otlp_exporter
+from milepost.stores.sockets import bound_socket
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +72,7 @@ class Startup:
         self._model: ServingModel | None = None
         self._front: AsyncEngine | None = None
         self._tracer: RequestTracer | None = None
+        self._peers: PeerServer | None = None
         self.failure: BaseException | None = None
         self.ready = asyncio.Event()
 
@@ -82,6 +86,8 @@ class Startup:
                 model.engine.start()
                 self._model = model
                 warm_up(model)
+                if model.offer is not None:
+                    self._peers = open_peer_server(model.offer)
             except BaseException as error:
                 self.failure = error
             with contextlib.suppress(RuntimeError):  # the loop is closed: the server was stopped meanwhile
@@ -100,6 +106,8 @@ class Startup:
 
     def _connect(self, app: FastAPI, model: ServingModel) -> None:
         app.state.metrics = ServerMetrics(model, self._state)
+        if self._peers is not None:
+            app.state.metrics.registry.register(PeerCollector(self._peers.app, app.state.metrics.labels))
         model.engine.add_observer(app.state.metrics)
         if self._options.otlp_traces_endpoint is not None:
             self._tracer = RequestTracer(model.name, otlp_exporter(self._options.otlp_traces_endpoint))
@@ -124,6 +132,8 @@ class Startup:
         """Stop the engine and give the memory back."""
         if self._front is not None:
             self._front.close()
+        if self._peers is not None:
+            await asyncio.to_thread(self._peers.close)
         if self._model is not None:
             await asyncio.to_thread(self._model.close)
         if self._tracer is not None:
@@ -168,19 +178,11 @@ def bind(host: str = DEFAULT_HOST, port: int = DEFAULT_PORT) -> socket.socket:
         ConfigError: the address is taken, or not this machine's.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(address)
-        except OSError:
-            listener.close()
-            raise
+        return bound_socket(host, port)
     except OSError as error:
         is_address = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
         field = "host" if is_address else "port"
         raise ConfigError(field, f"cannot listen on {host}:{port}: {error.strerror or error}") from None
-    return listener
 
 
 class EngineDied(MilepostError):

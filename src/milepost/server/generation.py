@@ -20,6 +20,7 @@ from milepost.engine.params import (
     checked_stop,
     sampling_params,
 )
+from milepost.engine.roles import check_answer_length
 from milepost.engine.serving import ServingModel, cache_domain
 from milepost.errors import RequestError
 from milepost.server.access import caller_of
@@ -188,6 +189,7 @@ def begin(
         max_tokens = checked_max_tokens(
             limit, len(prompt.token_ids), model.max_model_len, options.min_tokens or 0
         )
+        check_answer_length(service.options.role, max_tokens, limit.param)
         for choice_index in range(n):
             index = len(choices)
             choices.append(Choice(index, prompt_index))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from milepost.engine.aio import MAX_UNREAD_DELTAS
+from milepost.engine.roles import BOTH
 from milepost.errors import ConfigError
 
 DEFAULT_MAX_BODY_BYTES = 32 << 20
@@ -24,6 +25,7 @@ class ServerOptions:
     red_seconds: how long a server whose engine has died answers `/health` with 503 before it exits.
     api_keys: without any, everybody may use the server.
     admin_api_keys: may also use the routes that concern all callers.
+    role: what this replica is for, see `engine.roles`.
     otlp_traces_endpoint: where spans of requests are sent, as OTLP over HTTP; None = nowhere.
     share_prefix_across_keys: False = a cached prefix serves only the API key it was computed for.
     """
@@ -38,6 +40,7 @@ class ServerOptions:
     admin_api_keys: tuple[str, ...] = ()
     share_prefix_across_keys: bool = False
     otlp_traces_endpoint: str | None = None
+    role: str = BOTH
 
     def __post_init__(self) -> None:
         if self.max_body_bytes < 1024:

@@ -13,10 +13,11 @@ import socket
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from typing import TypeVar
@@ -26,9 +27,12 @@ import uvicorn
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from milepost.engine.stores import PeerOffer
 from milepost.errors import StoreError
 from milepost.stores.buffers import copy_into
 from milepost.stores.objects import Clock, Deadline
+from milepost.stores.peer_nixl import NixlStage
+from milepost.stores.peer_options import AUTO, bound, nixl_hint
 from milepost.stores.peer_protocol import (
     CONTENT_TYPE,
     FRAME,
@@ -39,6 +43,7 @@ from milepost.stores.peer_protocol import (
     NIXL,
     PROTOCOL_VERSION,
     RELEASE,
+    WIRE,
     Ask,
     Hello,
     Release,
@@ -49,6 +54,8 @@ from milepost.stores.port import Buffer
 from milepost.stores.staging import Leases, StagingArea
 
 T = TypeVar("T")
+Place = tuple[int, int]
+"""Offset in the staging area, and bytes."""
 
 log = logging.getLogger(__name__)
 
@@ -70,13 +77,14 @@ class PeerCounts:
     """What peers were given. Written by the peers' threads, read by any.
 
     Attributes:
-        num_segments, num_bytes: sent, or staged to be read.
+        num_segments: by transport; sent, or staged to be read.
+        num_bytes: of these.
         num_refused: requests without the secret.
         num_late_leases: staged segments that nobody released in time.
     """
 
-    num_segments: int = 0
-    num_bytes: int = 0
+    num_segments: Counter[str] = field(default_factory=Counter)
+    num_bytes: Counter[str] = field(default_factory=Counter)
     num_refused: int = 0
     num_late_leases: int = 0
 
@@ -102,18 +110,25 @@ class PeerApp:
         area: StagingArea,
         *,
         secret: str | None,
-        hello: Hello | None = None,
+        stage: NixlStage | None = None,
         clock: Clock = time.monotonic,
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
         self._source = source
         self._area = area
         self._secret = None if secret is None else sha256(secret.encode()).digest()
-        self._hello = hello or Hello(PROTOCOL_VERSION, str(uuid.uuid4()))
+        # Whoever reads the area needs the agent behind it for as long.
+        self._stage_for_nixl = stage
+        self._hello = Hello(PROTOCOL_VERSION, str(uuid.uuid4())) if stage is None else stage.hello
         self._clock = clock
         self._leases = Leases(area, lease_seconds, clock)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="peer")
         self.counts = PeerCounts()
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes on their way to peers."""
+        return self._area.used_bytes
 
     def close(self) -> None:
         """Threads end after what they are doing."""
@@ -186,14 +201,14 @@ class PeerApp:
         return _encode([None if head is None else bytes(head) for head in heads])
 
     def _lend(self, keys: Sequence[bytes], deadline: Deadline) -> Staged:
-        places = self._stage(keys, deadline)
+        places = self._stage(keys, deadline, NIXL)
         lease = self._leases.open([place[0] for place in places if place is not None])
         return Staged(self._hello.instance, lease, places)
 
-    def _stage(self, keys: Sequence[bytes], deadline: Deadline) -> list[tuple[int, int] | None]:
+    def _stage(self, keys: Sequence[bytes], deadline: Deadline, transport: str) -> list[Place | None]:
         """Copies of the first objects, as many as find room; waits for the first one's."""
         self.counts.num_late_leases += self._leases.close_late()
-        places: list[tuple[int, int] | None] = []
+        places: list[Place | None] = []
         while not places and not deadline.passed:
             needed = 0
             room = self._area.largest_hole
@@ -207,6 +222,8 @@ class PeerApp:
                         break
                     else:
                         self._copy(pieces, offset)
+                        self.counts.num_segments[transport] += 1
+                        self.counts.num_bytes[transport] += num_bytes
                         places.append((offset, num_bytes))
             if needed and not places:
                 # Nothing is pinned while it waits.
@@ -224,13 +241,10 @@ class PeerApp:
             self.counts.num_late_leases += self._leases.close_late()
 
     def _copy(self, pieces: Sequence[Buffer], offset: int) -> None:
-        first = offset
         for piece in pieces:
             source = memoryview(piece).cast("B")
             copy_into(self._area.view[offset : offset + source.nbytes], source)
             offset += source.nbytes
-        self.counts.num_segments += 1
-        self.counts.num_bytes += offset - first
 
     # ------------------------------------------------------------ over the connection
 
@@ -239,7 +253,7 @@ class PeerApp:
         await _send_start(send, 200)
         while done < len(keys) and not deadline.passed:
             try:
-                places = await self._in_thread(partial(self._stage, keys[done:], deadline))
+                places = await self._in_thread(partial(self._stage, keys[done:], deadline, WIRE))
             except StoreError as error:
                 log.debug("a peer got %d of %d segments: %s", done, len(keys), error)
                 break
@@ -258,7 +272,7 @@ class PeerApp:
             done += len(places)
         await _send_part(send, b"", more=False)
 
-    async def _send_frame(self, place: tuple[int, int] | None, send: Send) -> None:
+    async def _send_frame(self, place: Place | None, send: Send) -> None:
         if place is None:
             await _send_part(send, FRAME.pack(0))
             return
@@ -317,6 +331,33 @@ class PeerServer:
     def _run(self) -> None:
         with suppress(KeyboardInterrupt, SystemExit):
             self._server.run(sockets=[self._listener])
+
+
+def open_peer_server(offer: PeerOffer) -> PeerServer:
+    """Begin to serve peers; the caller closes it, before the engine.
+
+    Raises:
+        ConfigError: the address cannot be bound. StoreError: NIXL has to be there and is not.
+    """
+    serving = offer.serving
+    listener = bound(serving)
+    area = StagingArea(serving.area_bytes)
+    stage = None
+    if serving.transport != WIRE:
+        try:
+            stage = NixlStage(area, serving.host, serving.secret, str(uuid.uuid4()))
+        except (ImportError, StoreError) as error:
+            if serving.transport != AUTO:
+                listener.close()
+                raise nixl_hint(error) from None
+    server = PeerServer(PeerApp(offer.source, area, secret=serving.secret, stage=stage), listener)
+    server.start()
+    log.info(
+        "peers are served at %s:%d, %s, over %s", *server.address,
+        "with a secret" if serving.secret is not None else "without a secret",
+        "the connection" if stage is None else "NIXL where they have it, else over the connection",
+    )  # fmt: skip
+    return server
 
 
 async def _body(receive: Receive) -> bytes:

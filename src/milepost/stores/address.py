@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import difflib
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
-from milepost.config import parse_size
+from milepost.config import parse_size, read_secret
 from milepost.errors import ConfigError, StoreError
 from milepost.stores.port import SegmentStore
 from milepost.stores.segment_format import Identity
 
+logger = logging.getLogger(__name__)
+
 OPTION = "kv_store"
+SHARED_KINDS = ("redis", "mooncake", "file", "peer")
+"""What one replica has or saves there, another one can load."""
 DEFAULT_BYTES = {"memory": 1 << 30, "file": 50 << 30, "redis": 8 << 30, "mooncake": 1 << 30}
 """Budget of a store whose address names none."""
 ALIASES = {"rediss": "redis"}
-NETWORK_KINDS = ("redis", "mooncake")
+NETWORK_KINDS = ("redis", "mooncake", "peer")
 _COMMON = ("bytes", "name")
+_WITHOUT_BYTES = ("peer",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +84,8 @@ def parse_address(text: str) -> StoreAddress:
         raise ConfigError(
             OPTION, f"{_shown(text)!r} has no known scheme; use {', '.join(f'{k}://' for k in _OPENERS)}"
         )
-    known = (*_COMMON, *_EXTRA_OPTIONS.get(kind, ()))
+    common = [option for option in _COMMON if option != "bytes" or kind not in _WITHOUT_BYTES]
+    known = (*common, *_EXTRA_OPTIONS.get(kind, ()))
     options: dict[str, str] = {}
     for key, value in parse_qsl(parts.query, keep_blank_values=True):
         if key not in known:
@@ -96,6 +105,12 @@ def parse_address(text: str) -> StoreAddress:
     if kind == "redis" and not (path.strip("/").isdecimal() or path in ("", "/")):
         raise ConfigError(
             OPTION, "redis:// ends with the number of a database, like redis://127.0.0.1:6379/0"
+        )
+    if kind == "peer" and (path not in ("", "/") or "@" in parts.netloc):
+        raise ConfigError(
+            OPTION,
+            "peer:// is followed by host and port only; the secret is in a file that token_file= or "
+            "--peer-token-file names",
         )
     if kind == "memory" and (parts.netloc or path):
         raise ConfigError(
@@ -199,6 +214,39 @@ def _open_mooncake(address: StoreAddress, identity: Identity) -> SegmentStore:
         ) from None
 
 
+def _open_peer(address: StoreAddress, identity: Identity) -> SegmentStore:
+    from milepost.stores.peer import DEFAULT_PORT, PeerStore
+    from milepost.stores.peer_bulk import BulkReader
+    from milepost.stores.peer_connection import PeerConnections
+    from milepost.stores.peer_nixl import NixlReader
+    from milepost.stores.peer_options import AUTO, nixl_hint, parse_taking
+    from milepost.stores.peer_protocol import WIRE
+
+    parts = urlsplit(address.text)
+    taking = parse_taking(address.options, OPTION)
+    host = parts.hostname or ""
+    token_file = address.options.get("token_file")
+    secret = None if token_file is None else read_secret(Path(token_file), OPTION)
+    silence, clock = taking.silence_seconds, time.monotonic
+    connections = PeerConnections(
+        host, parts.port or DEFAULT_PORT, secret=secret, silence_seconds=silence, clock=clock
+    )
+    bulk: BulkReader | None = None
+    if taking.transport != WIRE:
+        try:
+            bulk = NixlReader(host, secret, name=address.name, silence_seconds=silence)
+        except (ImportError, StoreError) as error:
+            if taking.transport != AUTO:
+                raise nixl_hint(error) from None
+    logger.info(
+        "store %s: segments of %s:%d over %s", address.name, host, parts.port or DEFAULT_PORT,
+        "its connection" if bulk is None else "NIXL if it has that, else over its connection",
+    )  # fmt: skip
+    return PeerStore(
+        connections, identity, bulk=bulk, max_object_bytes=taking.max_object_bytes, name=address.name
+    )
+
+
 def _count(text: str, option: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(OPTION, f"{option} is a number from 1 on, not {text!r}")
@@ -210,8 +258,10 @@ _OPENERS: dict[str, Callable[[StoreAddress, Identity], SegmentStore]] = {
     "file": _open_file,
     "redis": _open_redis,
     "mooncake": _open_mooncake,
+    "peer": _open_peer,
 }
 _EXTRA_OPTIONS = {
     "file": ("fsync",),
     "mooncake": ("buffer", "protocol", "devices", "host", "replicas", "ssd", "ssd_bytes"),
+    "peer": ("token_file", "transport", "max_segment", "timeout"),
 }

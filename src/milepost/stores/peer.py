@@ -50,6 +50,7 @@ DEFAULT_MAX_OBJECT_BYTES = 1 << 30
 DEFAULT_SILENCE_SECONDS = 2.0
 _FOREIGN_STATUS = 409
 _MAX_HELLO_BYTES = 1 << 16
+_HELLO_SECONDS = 10.0
 _encode = msgspec.msgpack.Encoder().encode
 _heads = msgspec.msgpack.Decoder(list[bytes | None])
 _hello = msgspec.msgpack.Decoder(Hello)
@@ -163,9 +164,10 @@ class PeerStore(ObjectStore):
         """One per key, in their order, as long as they come."""
         for start in range(0, len(keys), MAX_KEYS):
             some = keys[start : start + MAX_KEYS]
-            if self._bulk.is_ready or self._bulk.may_connect(lambda: self._ask_hello(deadline)):
+            if self._bulk.is_ready:
                 yield from self._read_staged(some, deadline)
             else:
+                self._bulk.connect(self.ask_hello)
                 yield from self._read_frames(some, deadline)
 
     def _read_frames(self, keys: Sequence[bytes], deadline: Deadline) -> Iterator[Buffer | None]:
@@ -189,7 +191,13 @@ class PeerStore(ObjectStore):
             if answer.read_all(0):
                 raise StoreError("the peer sends more than it was asked for")
 
-    def _ask_hello(self, deadline: Deadline) -> Hello:
+    def ask_hello(self) -> Hello:
+        """How the peer's bulk bytes can go.
+
+        Raises:
+            StoreError: it does not say.
+        """
+        deadline = Deadline(_HELLO_SECONDS, self._clock)
         with self._connections.post(HELLO, self._ask((), deadline), deadline) as answer:
             return _decoded(_hello, answer.read_all(_MAX_HELLO_BYTES))
 

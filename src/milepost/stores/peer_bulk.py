@@ -17,12 +17,8 @@ class BulkReader(Protocol):
     @property
     def is_ready(self) -> bool: ...
 
-    def may_connect(self, ask: Callable[[], Hello]) -> bool:
-        """Ask the peer how its area is read, unless it was asked lately; whether it can be read now.
-
-        Raises:
-            StoreError: what `ask` raises.
-        """
+    def connect(self, ask: Callable[[], Hello]) -> None:
+        """Begin to ask the peer how its area is read, unless it was asked lately. Nobody waits for it."""
         ...
 
     def read(
@@ -43,8 +39,8 @@ class NoBulk:
 
     is_ready = False
 
-    def may_connect(self, ask: Callable[[], Hello]) -> bool:
-        return False
+    def connect(self, ask: Callable[[], Hello]) -> None:
+        """There is no need to ask."""
 
     def read(
         self, instance: str, offset: int, num_bytes: int, max_bytes: int, deadline: Deadline

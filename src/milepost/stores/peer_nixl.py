@@ -79,7 +79,7 @@ def new_agent(area: StagingArea, host: str) -> Any:
 
 
 class NixlStage:
-    """The staging area of this process, for peers to read.
+    """The staging area of this process, for peers to read as long as this object is kept.
 
     Raises (when made):
         ImportError, StoreError: see `new_agent`.
@@ -112,6 +112,9 @@ class NixlReader:
         host: of the peer.
         name: of the tier, for the log.
 
+    Attributes:
+        num_read_bytes: that came this way.
+
     Raises (when made):
         ImportError, StoreError: see `new_agent`.
     """
@@ -132,36 +135,49 @@ class NixlReader:
         self._silence_seconds = silence_seconds
         self._clock = clock
         self._lock = threading.Lock()
+        self._connecting = threading.Lock()
+        self._is_closed = False
         self._peer: tuple[str, Hello] | None = None
         self._retry_at = 0.0
         self._abandoned: list[tuple[Any, int]] = []
+        self.num_read_bytes = 0
 
     @property
     def is_ready(self) -> bool:
         return self._peer is not None
 
-    def may_connect(self, ask: Callable[[], Hello]) -> bool:
-        with self._lock:
-            if self._peer is not None or self._clock() < self._retry_at:
-                return self._peer is not None
-            self._retry_at = self._clock() + _RETRY_SECONDS
-        hello = ask()
-        if not hello.nixl:
-            logger.info("%s: the peer has no NIXL; segments come over the connection", self._name)
-            return False
-        if not hmac.compare_digest(hello.proof, proof_of(hello, self._secret)):
-            raise StoreError("the peer does not know the secret")
-        with self._lock:
+    def connect(self, ask: Callable[[], Hello]) -> None:
+        # Reading goes on with the lock held by others; connecting takes many milliseconds.
+        if self._peer is not None or self._clock() < self._retry_at or not self._connecting.acquire(False):
+            return
+
+        def work() -> None:
             try:
-                self._peer = (_text(self._agent.add_remote_agent(hello.nixl)), hello)
+                self._retry_at = self._clock() + _RETRY_SECONDS
+                self._connect(ask)
+            except StoreError as error:
+                logger.info("%s: segments come over the connection: %s", self._name, error)
             except Exception as error:
                 logger.warning(
                     "%s: segments come over the connection, because NIXL does not reach the peer: %r",
                     self._name, error,
                 )  # fmt: skip
-                return False
+            finally:
+                self._connecting.release()
+
+        threading.Thread(target=work, name=f"nixl-{self._name}", daemon=True).start()
+
+    def _connect(self, ask: Callable[[], Hello]) -> None:
+        hello = ask()
+        if not hello.nixl:
+            raise StoreError("the peer has no NIXL")
+        if not hmac.compare_digest(hello.proof, proof_of(hello, self._secret)):
+            raise StoreError("the peer does not know the secret")
+        with self._lock:
+            if self._is_closed:
+                return
+            self._peer = (_text(self._agent.add_remote_agent(hello.nixl)), hello)
         logger.info("%s: segments are read over NIXL", self._name)
-        return True
 
     def read(
         self, instance: str, offset: int, num_bytes: int, max_bytes: int, deadline: Deadline
@@ -179,6 +195,8 @@ class NixlReader:
         return target.toreadonly()
 
     def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
         self._forget(self._peer)
 
     # ------------------------------------------------------------ parts
@@ -201,6 +219,7 @@ class NixlReader:
             if state != "DONE":
                 raise StoreError(f"NIXL could not read from the peer: {state}")
             copy_into(target, self._area.view[place : place + target.nbytes])
+            self.num_read_bytes += target.nbytes
         except StoreError:
             self._forget(peer)
             raise
