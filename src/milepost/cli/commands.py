@@ -246,6 +246,7 @@ def info(
     cache_bytes: opt.CacheBytes = opt.DEFAULT_CACHE_SIZE,
     prefix_match_unit: opt.MatchUnit = DEFAULT_MATCH_UNIT,
     prefix_cache_retention_interval: opt.RetentionInterval = None,
+    speculative_config: opt.Speculation = None,
     check_weights: Annotated[
         bool,
         typer.Option("--check-weights", help="Check the weight files against the config, too."),
@@ -261,6 +262,7 @@ def info(
         prefix_cache_retention_interval=prefix_cache_retention_interval,
         max_model_len=max_model_len,
         dtype=dtype,
+        speculative_config=speculative_config,
     )
     show_info(model, options, check_weights=check_weights)
 

@@ -79,6 +79,13 @@ def memory_line(plan: MemoryPlan) -> str:
     return f"memory: {', '.join(parts)}; {format_size(plan.total)} of {limit}"
 
 
+def draft_text(num_modules: int, geometry: CacheGeometry) -> str:
+    """What draft modules of the model add to the cache; they are its last attention group."""
+    group = geometry.attention[-1]
+    modules = "1 module" if num_modules == 1 else f"{num_modules} modules"
+    return f"{modules}; {group.bytes_per_token:,} bytes per token, {group.bytes_per_page:,} per page for taps"
+
+
 def interval_text(fit: Fit) -> str:
     """The spacing of `interval` checkpoints."""
     if not fit.checkpoint_interval:
@@ -114,6 +121,8 @@ def settings_line(model: ServingModel, options: ServingOptions, server: ServerOp
     parts.append("no request timeout" if timeout is None else f"request timeout {timeout:g} s")
     parts.append(f"bodies up to {format_size(server.max_body_bytes)}")
     parts.append(f"{server.drain_seconds:g} s to drain")
+    if server.role != BOTH:
+        parts.append(f"role {server.role}")
     defaults = model.defaults.described()
     parts.append(
         f"sampling defaults of the model: {defaults}" if defaults else "no sampling defaults of the model"
@@ -121,6 +130,4 @@ def settings_line(model: ServingModel, options: ServingOptions, server: ServerOp
     num_keys = len(server.api_keys) + len(server.admin_api_keys)
     caches = "one cache for all" if server.share_prefix_across_keys else "a cache for each"
     parts.append(f"{num_keys} API keys with {caches}" if num_keys else "no API key needed")
-    if server.role != BOTH:
-        parts.append(f"role {server.role}")
     return "in force: " + ", ".join(parts)

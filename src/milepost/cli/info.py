@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from milepost.cli.fit import fit_of, interval_text
+from milepost.cli.fit import draft_text, fit_of, interval_text
 from milepost.cli.sizes import format_size
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def show_info(directory: Path | None, options: ServingOptions, *, check_weights:
     from milepost.models.description import describe, model_directory
 
     path = model_directory(EMBEDDED_MODEL if directory is None else directory)
-    about = describe(path, dtype=options.dtype)
+    about = describe(path, dtype=options.dtype, num_draft_tokens=options.num_model_drafts)
     cache = options.cache_config()
     geometry = about.layout.geometry(options.match_unit)
     max_model_len = check_budget(geometry, cache, about.max_model_len, options.max_model_len)
@@ -56,17 +56,19 @@ def show_info(directory: Path | None, options: ServingOptions, *, check_weights:
         "of these at once": f"{fit.num_longest_requests:,}",
         "prefixes kept": f"about {fit.cached_tokens:,} tokens with {fit.num_checkpoints:,} checkpoints",
     }
+    if about.num_draft_modules:
+        rows["drafter"] = draft_text(about.num_draft_modules, geometry)
     if check_weights:
-        rows["weights"] = _checked_weights(path, options.dtype)
+        rows["weights"] = _checked_weights(path, options)
     for name, value in rows.items():
         table.add_row(name, value)
     Console().print(table)
 
 
-def _checked_weights(path: Path, dtype: str | None) -> str:
+def _checked_weights(path: Path, options: ServingOptions) -> str:
     from milepost.models.dry_run import check_checkpoint
 
-    report = check_checkpoint(path, dtype=dtype)
+    report = check_checkpoint(path, dtype=options.dtype, num_draft_tokens=options.num_model_drafts)
     unused = f"; {len(report.unused_tensors):,} without a use" if report.unused_tensors else ""
     return f"{report.num_tensors:,} tensors as expected, {format_size(report.num_bytes)}{unused}"
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from milepost.cli.fit import fit_line, fit_of, memory_line
+from milepost.cli.fit import draft_text, fit_line, fit_of, memory_line
 
 if TYPE_CHECKING:
     from milepost.engine.serving import ServingModel, ServingOptions
@@ -38,6 +38,9 @@ def load(directory: Path | None, options: ServingOptions, console: Console) -> S
             highlight=False,
             soft_wrap=True,
         )
+        if about.num_draft_modules:
+            text = draft_text(about.num_draft_modules, model.geometry)
+            console.print(f"drafter: {text}", highlight=False, soft_wrap=True)
         path = model_directory(EMBEDDED_MODEL if directory is None else directory)
         plan = planned_memory(path, about, options)
         console.print(memory_line(plan), highlight=False, soft_wrap=True)

@@ -217,7 +217,8 @@ Speculation = Annotated[
     typer.Option(
         "--speculative-config",
         help="Guess tokens and verify several at once: JSON such as "
-        '{"method": "ngram", "num_speculative_tokens": 4}. Default: off.',
+        '{"method": "ngram", "num_speculative_tokens": 4}; method mtp = with draft modules of the model. '
+        "Default: off.",
     ),
 ]
 ChatTemplateFile = Annotated[
@@ -309,7 +310,8 @@ def _with_auto_cache(options: Any, model: str | Path | None) -> Any:
     from milepost.models.description import describe, model_directory
 
     directory = model_directory(EMBEDDED_MODEL if model is None else model)
-    plan = planned_memory(directory, describe(directory, dtype=options.dtype), options)
+    about = describe(directory, dtype=options.dtype, num_draft_tokens=options.num_model_drafts)
+    plan = planned_memory(directory, about, options)
     return replace(options, cache_bytes=auto_cache_bytes(plan, available_memory()))
 
 
@@ -321,11 +323,11 @@ def store_options(
     load_policy: str | None,
     verify_weights: bool,
     kv_events_config: str | None,
-) -> Any:
-    """`engine.stores.StoreOptions` from option values (imported late: it needs the extras).
     role: str,
     serve_kv: str | None,
     peer_token_file: Path | None,
+) -> Any:
+    """`engine.stores.StoreOptions` from option values (imported late: it needs the extras).
 
     Raises:
         ConfigError: a value that cannot work, by its name.
@@ -339,11 +341,11 @@ def store_options(
         load_policy,
         verify_weights,
         kv_events_config,
-    )
-
         role,
         serve_kv,
         peer_token_file,
+    )
+
 
 def server_options(
     *, max_body_bytes: str, api_keys: Sequence[str], api_key_file: Path | None, **others: Any

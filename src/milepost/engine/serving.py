@@ -88,6 +88,11 @@ class ServingOptions:
     stores: StoreOptions = StoreOptions()
     speculative: SpeculativeConfig | None = None
 
+    @property
+    def num_model_drafts(self) -> int:
+        """Tokens that modules of the model draft, see `load_model`."""
+        return 0 if self.speculative is None else self.speculative.num_model_tokens
+
     def cache_config(self) -> CacheConfig:
         """Raises: ConfigError: an option that cannot work, by its name."""
         interval = self.decode_interval
@@ -119,12 +124,12 @@ class ServingModel:
         defaults: sampling of requests that say nothing about it.
         exactness: what the self-test found a hit to promise on this machine, as one line.
         events: publishes cache events, if asked for.
+        offer: what peers can be given, if they are to get it.
     """
 
     name: str
     engine: Engine
     tokenizer: Tokenizer
-        offer: what peers can be given, if they are to get it.
     chat: ChatRenderer
     output_format: OutputFormat
     geometry: CacheGeometry
@@ -138,12 +143,12 @@ class ServingModel:
     exactness: str = ""
     defaults: GenerationDefaults = GenerationDefaults()
     events: ZmqPublisher | None = None
+    offer: PeerOffer | None = None
     grammars: GrammarCompiler = field(init=False)
 
     def __post_init__(self) -> None:
         self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size)
 
-    offer: PeerOffer | None = None
     def encode_prompt(self, text: str) -> array[int]:
         """Token ids of a raw text prompt."""
         return array("I", self.tokenizer.encode_prompt(text))
@@ -220,7 +225,7 @@ def load_serving_model(
     cache = options.cache_config()
     audit = AuditConfig(options.audit_hits, share=options.audit_share)
     options.stores.check()
-    description = describe(path, dtype=options.dtype)
+    description = describe(path, dtype=options.dtype, num_draft_tokens=options.num_model_drafts)
     geometry = description.layout.geometry(options.match_unit)
     max_model_len = check_budget(geometry, cache, description.max_model_len, options.max_model_len)
     planned_memory(path, description, options).check()
@@ -248,7 +253,9 @@ def load_serving_model(
     from milepost.runner.selftest import self_test
     from milepost.runner.worker import TorchWorker
 
-    model = load_model(path, dtype=options.dtype, progress=progress)
+    model = load_model(
+        path, dtype=options.dtype, progress=progress, num_draft_tokens=options.num_model_drafts
+    )
     worker = TorchWorker(model, geometry, options.cache_bytes)
     promise = self_test(model)
     audit = dataclasses.replace(audit, logit_bound=logit_bound(promise.exact, model.dtype))
@@ -274,6 +281,7 @@ def load_serving_model(
         exactness=promise.text,
         defaults=defaults,
         events=connect_events(engine, options.stores, options.match_unit),
+        offer=offer,
     )
 
 
@@ -281,7 +289,6 @@ def planned_memory(directory: Path, about: ModelDescription, options: ServingOpt
     """What serving it with these options takes."""
     from milepost.engine.memory import memory_plan
 
-        offer=offer,
     return memory_plan(
         directory,
         about,

@@ -13,7 +13,8 @@ from milepost.errors import ConfigError
 
 FIELD = "speculative_config"
 NGRAM = "ngram"
-METHODS = (NGRAM,)
+MTP = "mtp"
+METHODS = (NGRAM, MTP)
 MAX_DRAFT_TOKENS = 32
 DEFAULT_LOOKUP = 5
 EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
@@ -31,16 +32,16 @@ class SpeculativeConfig:
     """Speculation of one server. Names are those of vLLM's option.
 
     Attributes:
-        method: "ngram".
+        method: "ngram", or "mtp" = modules that the checkpoint ships for it.
         num_speculative_tokens: most drafts per request and step; fewer where they do not pay.
-        prompt_lookup_min, prompt_lookup_max: tokens of the text's end that must be, and at most are, found
-            again.
+        prompt_lookup_min, prompt_lookup_max: of ngram: tokens of the text's end that must be, and at most
+            are, found again.
     """
 
     method: str
     num_speculative_tokens: int
-    prompt_lookup_min: int
-    prompt_lookup_max: int
+    prompt_lookup_min: int = 0
+    prompt_lookup_max: int = 0
 
     @classmethod
     def parse(cls, text: str) -> SpeculativeConfig:
@@ -63,6 +64,10 @@ class SpeculativeConfig:
                 f"not {fields.num_speculative_tokens}",
             )
         longest, shortest = fields.prompt_lookup_max, fields.prompt_lookup_min
+        if fields.method == MTP:
+            if longest is not None or shortest is not None:
+                raise ConfigError(FIELD, "prompt_lookup_max and prompt_lookup_min belong to method 'ngram'")
+            return cls(MTP, fields.num_speculative_tokens)
         if longest is None:
             longest = DEFAULT_LOOKUP if shortest is None else shortest
         if shortest is None:
@@ -74,7 +79,14 @@ class SpeculativeConfig:
             )
         return cls(fields.method, fields.num_speculative_tokens, shortest, longest)
 
+    @property
+    def num_model_tokens(self) -> int:
+        """Most drafts that modules of the model make; 0 = it needs none."""
+        return self.num_speculative_tokens if self.method == MTP else 0
+
     def planner(self) -> DraftPlanner:
         """What the scheduler asks for drafts."""
-        drafter = NgramDrafter(self.prompt_lookup_min, self.prompt_lookup_max)
+        drafter = None
+        if self.method == NGRAM:
+            drafter = NgramDrafter(self.prompt_lookup_min, self.prompt_lookup_max)
         return DraftPlanner(drafter, self.num_speculative_tokens, DraftLengths())

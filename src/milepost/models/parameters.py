@@ -20,15 +20,17 @@ def count_parameters(spec: DecoderSpec, num_draft_modules: int = 0) -> int:
 
 
 def _drafts(spec: DecoderSpec, num_modules: int) -> int:
-    """A head of their own, which some checkpoints give them, is not counted."""
+    """With the heads that modules in DeepSeek's layout are published with."""
     if not num_modules or spec.mtp is None:
         return 0
     layer = spec.draft_layer
     mixer = _mla(spec) if layer.mixer == "mla" else _gqa(spec)
     mlp = _moe(spec) if layer.mlp == "moe" else 3 * spec.hidden_size * spec.intermediate_size
     stem = (3 + 2 * spec.hidden_size) * spec.hidden_size
-    num_stems = 1 if spec.mtp.family == "qwen" else num_modules
-    return num_modules * (2 * spec.hidden_size + mixer + mlp) + num_stems * stem
+    layers = num_modules * (2 * spec.hidden_size + mixer + mlp)
+    if spec.mtp.family == "qwen":
+        return layers + stem
+    return layers + num_modules * (stem + spec.vocab_size * spec.hidden_size)
 
 
 def _kda(spec: DecoderSpec) -> int:

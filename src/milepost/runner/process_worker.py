@@ -27,6 +27,7 @@ class WorkerSpec:
         model_path: local model directory.
         dtype: as for `load_model`.
         num_threads: threads torch may use, None = its default.
+        num_draft_tokens: as for `load_model`.
     """
 
     model_path: str
@@ -34,6 +35,7 @@ class WorkerSpec:
     match_unit: int
     cache_bytes: int
     num_threads: int | None = None
+    num_draft_tokens: int = 0
 
 
 class ProcessWorker:
@@ -161,5 +163,5 @@ def _build(spec: WorkerSpec) -> Any:
 
     if spec.num_threads is not None:
         torch.set_num_threads(spec.num_threads)
-    model = load_model(spec.model_path, dtype=spec.dtype)
+    model = load_model(spec.model_path, dtype=spec.dtype, num_draft_tokens=spec.num_draft_tokens)
     return TorchWorker(model, model.geometry(spec.match_unit), spec.cache_bytes)
