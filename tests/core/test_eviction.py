@@ -11,6 +11,7 @@ from tests.core.snapshot import snapshot
 
 from milepost.core import reasons
 from milepost.core.lease import Lease
+from milepost.core.metrics import TimeCounts
 from milepost.core.prefix_cache import PrefixCache
 from milepost.core.tree import Node
 
@@ -425,3 +426,33 @@ def test_a_merged_checkpoint_hands_its_uses_to_the_one_below() -> None:
     cache.evictor._evict(used)
     assert (below.num_hits, below.last_used) == (num_hits, last_used)
     assert harness.scheduler.audit() == []
+
+
+def test_times_of_checkpoints() -> None:
+    """Made at 0, used at 10 and 70, gone at 100 and not before; a reset counts for nothing."""
+    harness = Harness(num_records=12)
+    first = numbered(12)
+    for now in (0.0, 10.0, 70.0):
+        harness.now = now
+        harness.add([*first, 1], 1)
+        harness.run()
+    counters = harness.cache.counters
+    assert counters.reuse_gaps.counts[1:5] == [0, 1, 1, 0] and sum(counters.reuse_gaps.counts) == 2
+    assert counters.reuse_gaps.sum_seconds == pytest.approx(70.0, abs=1.0)
+    assert not sum(counters.lifetimes.counts)
+    harness.now = 100.0
+    harness.add(numbered(30, 1), 1)
+    harness.run()
+    assert counters.lifetimes.sum_seconds == pytest.approx(100.0 * sum(counters.lifetimes.counts), abs=2.0)
+    assert counters.idle_times.sum_seconds < counters.lifetimes.sum_seconds
+    assert sum(counters.idle_times.counts) == sum(counters.lifetimes.counts) > 0
+    before = list(counters.lifetimes.counts)
+    assert harness.scheduler.reset_prefix_cache()
+    assert counters.lifetimes.counts == before
+
+
+def test_classes_of_times() -> None:
+    times = TimeCounts()
+    for seconds in (0.0, 1.0, 1.5, 86400.0, 1e9):
+        times.add(seconds)
+    assert times.counts == [2, 1, 0, 0, 0, 0, 0, 0, 1, 1]

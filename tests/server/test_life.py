@@ -157,6 +157,9 @@ def test_metrics_have_the_names_dashboards_read(server: Running) -> None:
         "milepost:committed_bytes",
         "milepost:budget_bytes",
         "milepost:evicted_bytes_total",
+        "milepost:checkpoint_lifetime_seconds_bucket{le=+Inf}",
+        "milepost:checkpoint_idle_before_eviction_seconds_sum",
+        "milepost:prefix_reuse_gap_seconds_count",
         "milepost:tokens_lost_to_missing_state_total",
     ):
         assert name in metrics, name

@@ -72,6 +72,7 @@ class Evictor:
                 if below is not None and worth >= below:
                     return False
                 heappop(self._heap)
+                self._note_times(node, now)
                 self._evict(node)
                 return True
             if is_fresh:
@@ -269,6 +270,12 @@ class Evictor:
         else:
             self._free_state(node, "drop")
             self._drop_tail(node, "drop", reason)
+
+    def _note_times(self, node: Node, now: float) -> None:
+        # A reset of the cache has no time, and makes no room for others.
+        if now >= node.last_used and not is_guess(node):
+            self.counters.lifetimes.add(now - node.made_at)
+            self.counters.idle_times.add(now - node.last_used)
 
     def _hand_down(self, node: Node) -> None:
         """Whoever would have started at `node` starts at the checkpoint below it from now on."""

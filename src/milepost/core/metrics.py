@@ -2,8 +2,29 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
+
+TIME_BOUNDS = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
+"""Seconds: upper ends of the classes of `TimeCounts`; the last class has none."""
+
+
+@dataclass(slots=True)
+class TimeCounts:
+    """How many times were how long.
+
+    Attributes:
+        counts: by class of `TIME_BOUNDS`, one more for what is longer.
+        sum_seconds: of all.
+    """
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(TIME_BOUNDS) + 1))
+    sum_seconds: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(TIME_BOUNDS, seconds)] += 1
+        self.sum_seconds += seconds
 
 
 @dataclass(slots=True)
@@ -26,6 +47,9 @@ class CacheCounters:
             it), "stranded" (pages only).
         evicted_bytes: bytes freed by evictions.
         num_restored_checkpoints: checkpoints that came from a store (counted by reason as well).
+        lifetimes: of checkpoints that made room for others, from when they were made; guesses aside.
+        idle_times: of the same, from when they were made or used last.
+        reuse_gaps: between two uses of a place of the cache.
         refusals: (why, checkpoint reason) -> count of checkpoints that were wanted and not kept.
         num_drafts: chunks with drafts that were verified.
         num_draft_tokens: their drafts; num_accepted_draft_tokens: those that were accepted.
@@ -50,6 +74,9 @@ class CacheCounters:
     num_steps: int = 0
     num_sibling_waits: int = 0
     num_restored_checkpoints: int = 0
+    lifetimes: TimeCounts = field(default_factory=TimeCounts)
+    idle_times: TimeCounts = field(default_factory=TimeCounts)
+    reuse_gaps: TimeCounts = field(default_factory=TimeCounts)
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0

@@ -162,8 +162,8 @@ class PrefixCache:
             lease.lineage = max(lease.lineage, 1)
         if tip.is_root:
             return
-        tip.last_used, tip.is_passed = now, False
-        tip.num_hits += 1
+        self.counters.reuse_gaps.add(now - tip.last_used)
+        tip.last_used, tip.is_passed, tip.num_hits = now, False, tip.num_hits + 1
         lease.newest = tip if tip.states is not None else None
         if tip.states is not None:
             self.evictor.await_use(tip, now)
@@ -387,7 +387,7 @@ class PrefixCache:
         self.tree.attach_state(node, slots, reason)
         self.evictor.losses.forget(node.key)
         node.conversation = lease.conversation
-        node.last_used = now
+        node.made_at = node.last_used = now
         node.is_passed = False
         node.num_hits = 0 if reason == reasons.INTERVAL else lease.lineage
         node.retention_priority = lease.retention_priority

@@ -28,11 +28,13 @@ class Node:
         is_passed: whether a request that went through this checkpoint left a deeper one, `interval` ones
             aside, since they depend on free memory.
         conversation: (domain root, name) of the conversation whose request made the checkpoint.
+        made_at: when it became a checkpoint.
     """
 
     __slots__ = (
-        "children", "conversation", "depth", "is_passed", "key", "last_used", "num_hits", "num_users",
-        "pages", "parent", "pinned_until", "pins", "reason", "retention_priority", "states", "tokens",
+        "children", "conversation", "depth", "is_passed", "key", "last_used", "made_at", "num_hits",
+        "num_users", "pages", "parent", "pinned_until", "pins", "reason", "retention_priority", "states",
+        "tokens",
     )  # fmt: skip
 
     def __init__(self, key: bytes, parent: Node | None, tokens: bytes, pages: list[int], now: float) -> None:
@@ -47,6 +49,7 @@ class Node:
         self.pins = 0
         self.num_users = 0
         self.last_used = now
+        self.made_at = now
         self.num_hits = 0
         self.is_passed = False
         self.conversation: tuple[bytes, str] | None = None

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from milepost.core.metrics import CoreStats
+from milepost.core.metrics import TIME_BOUNDS, CoreStats, TimeCounts
 from milepost.core.reasons import CHECKPOINT_REASONS, HIT, MISS_REASONS
 from milepost.engine.audit import RESULTS, AuditCounts
 from milepost.engine.messages import ReuseExplanation
@@ -85,6 +86,16 @@ class Families:
         self, name: str, text: str, labels: tuple[str, str, str], values: Mapping[tuple[str, ...], float]
     ) -> Metric:
         return self._of(CounterMetricFamily, name, text, labels, values.items())
+
+    def times(self, name: str, text: str, times: TimeCounts) -> Metric:
+        family = HistogramMetricFamily(name, text, labels=LABELS)
+        ends = [*map(str, TIME_BOUNDS), "+Inf"]
+        family.add_metric(
+            self._labels,
+            list(zip(ends, itertools.accumulate(times.counts), strict=True)),
+            times.sum_seconds,
+        )
+        return family
 
     def _of(
         self,
@@ -270,6 +281,19 @@ class EngineCollector(Collector):
             "Prompt tokens computed because a checkpoint had been evicted or refused.",
             ("move", "reason"),
             core.tokens_lost_to_eviction,
+        )
+        yield make.times(
+            "milepost:checkpoint_lifetime_seconds",
+            "Age of checkpoints that made room for others (guesses aside).",
+            core.lifetimes,
+        )
+        yield make.times(
+            "milepost:checkpoint_idle_before_eviction_seconds",
+            "Last use to eviction of the same.",
+            core.idle_times,
+        )
+        yield make.times(
+            "milepost:prefix_reuse_gap_seconds", "Between two uses of a cached prefix.", core.reuse_gaps
         )
         yield make.counter("milepost:evicted_bytes", "Bytes freed by evictions.", core.evicted_bytes)
         yield make.counter(
