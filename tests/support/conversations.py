@@ -70,6 +70,7 @@ class Engine:
         *,
         cache_bytes: int = 64 << 20,
         step_tokens: int = 96,
+        max_model_len: int = 2048,
         drafter: KnownAnswers | None = None,
         num_drafts: int = 0,
         is_caching: bool = True,
@@ -89,7 +90,7 @@ class Engine:
         planner = DraftPlanner(drafter, num_drafts) if num_drafts else None
         self.model = model
         self.drafter = drafter
-        self.scheduler = Scheduler(geometry, cache, SchedulerConfig(step_tokens, 8, 2048), planner)
+        self.scheduler = Scheduler(geometry, cache, SchedulerConfig(step_tokens, 8, max_model_len), planner)
         self.worker = TorchWorker(model, geometry, cache_bytes)
         self.cache_bytes = cache_bytes
         self.tokens: dict[int, list[int]] = {}
