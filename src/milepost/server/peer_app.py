@@ -209,26 +209,37 @@ class PeerApp:
         """Copies of the first objects, as many as find room; waits for the first one's."""
         self.counts.num_late_leases += self._leases.close_late()
         places: list[Place | None] = []
-        while not places and not deadline.passed:
-            needed = 0
-            room = self._area.largest_hole
-            with self._source.reading(keys, room, deadline_seconds=deadline.remaining_seconds) as objects:
-                for pieces in objects:
-                    num_bytes = 0 if pieces is None else _length(pieces)
-                    if pieces is None or num_bytes > self._area.num_bytes:
-                        places.append(None)
-                    elif (offset := self._area.take(num_bytes)) is None:
-                        needed = num_bytes
-                        break
-                    else:
-                        self._copy(pieces, offset)
-                        self.counts.num_segments[transport] += 1
-                        self.counts.num_bytes[transport] += num_bytes
-                        places.append((offset, num_bytes))
-            if needed and not places:
-                # Nothing is pinned while it waits.
-                self._wait_for(needed, deadline)
+        try:
+            while not places and not deadline.passed:
+                if needed := self._copy_some(keys, deadline, transport, places):
+                    # Nothing is pinned while it waits.
+                    self._wait_for(needed, deadline)
+        except BaseException:
+            for place in places:
+                if place is not None:
+                    self._area.give_back(place[0])
+            raise
         return places
+
+    def _copy_some(
+        self, keys: Sequence[bytes], deadline: Deadline, transport: str, places: list[Place | None]
+    ) -> int:
+        """Fill `places`; returns the bytes there must be room for first, if it filled none."""
+        seconds = deadline.remaining_seconds
+        with self._source.reading(keys, self._area.largest_hole, deadline_seconds=seconds) as objects:
+            for pieces in objects:
+                num_bytes = 0 if pieces is None else _length(pieces)
+                if pieces is None or num_bytes > self._area.num_bytes:
+                    places.append(None)
+                    continue
+                offset = self._area.take(num_bytes)
+                if offset is None:
+                    return 0 if places else num_bytes
+                places.append((offset, num_bytes))
+                self._copy(pieces, offset)
+                self.counts.num_segments[transport] += 1
+                self.counts.num_bytes[transport] += num_bytes
+        return 0
 
     def _wait_for(self, num_bytes: int, deadline: Deadline) -> None:
         def is_enough() -> bool:
