@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from milepost.engine.messages import GenerationRequest, OutputDelta
+from milepost.engine.messages import DraftCounts, GenerationRequest, OutputDelta
 from milepost.engine.ngram import NgramDrafter
 from milepost.engine.speculative import SpeculativeConfig
 from milepost.errors import ConfigError
@@ -192,5 +192,7 @@ def test_acceptance_is_counted_and_explained(caplog: pytest.LogCaptureFixture) -
     assert sum(after.accepted_drafts_by_position.values()) == after.num_accepted_draft_tokens
     line = caplog.records[-1].getMessage()
     assert f"draft_tokens={num_drafts} accepted_draft_tokens={num_accepted}" in line
+    assert parts[-1].drafting == DraftCounts(num_drafts, num_accepted)
+    assert all(part.drafting is None for part in parts[:-1])
     num_tokens = sum(len(part.tokens) for part in parts)
     assert after.num_decode_tokens - before.num_decode_tokens == num_tokens - 1

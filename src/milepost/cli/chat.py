@@ -95,12 +95,13 @@ class _Terminal:
         request = GenerationRequest(
             prompt.token_ids, sampling, limit, wanted=prompt.wanted, conversation="chat"
         )
-        text, first, reuse, num_tokens = "", None, None, 0
+        text, first, reuse, num_tokens, drafting = "", None, None, 0, None
         deltas = answer(model.engine, request)
         try:
             for delta in deltas:
                 first = time.perf_counter() - begun if first is None else first
                 reuse = delta.reuse or reuse
+                drafting = delta.drafting
                 num_tokens += len(delta.tokens)
                 text += delta.text
                 sys.stdout.write(delta.text)
@@ -109,12 +110,15 @@ class _Terminal:
             deltas.close()
         sys.stdout.write("\n")
         sys.stdout.flush()
+        guesses = ""
+        if drafting is not None:
+            guesses = f"; {drafting.num_accepted_tokens:,} of {drafting.num_draft_tokens:,} guesses right"
         if reuse is not None and first is not None:
             self._console.print(
                 f"reused {reuse.num_cached_tokens:,} of {reuse.num_prompt_tokens:,} prompt tokens, "
                 f"computed {reuse.num_computed_tokens:,} ({reuse.reason}); "
                 f"first token after {1000 * first:.0f} ms, "
-                f"{num_tokens} tokens in {time.perf_counter() - begun:.1f} s",
+                f"{num_tokens} tokens in {time.perf_counter() - begun:.1f} s{guesses}",
                 style="dim",
                 highlight=False,
                 soft_wrap=True,

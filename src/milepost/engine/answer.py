@@ -10,6 +10,7 @@ from milepost.core.request import DraftRecord, RequestUpdate
 from milepost.engine.detokenizer import IncrementalDetokenizer
 from milepost.engine.marks import MarkedStream
 from milepost.engine.messages import (
+    DraftCounts,
     EngineEvent,
     FinishedRequest,
     GenerationRequest,
@@ -56,7 +57,7 @@ class Answer:
         self.generated: array[int] = array("I")
         self.reuse: ReuseExplanation | None = None
         self.finish_reason: str | None = None
-        self.drafting: DraftRecord | None = None
+        self.drafting: DraftCounts | None = None
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=request.skip_special_tokens)
         self._stops = StopChecker(request.stop, include_stop=request.include_stop_str_in_output)
         self._marked = None if request.marks is None else MarkedStream()
@@ -65,7 +66,7 @@ class Answer:
         """Turn new tokens into text. The delta's finish reason is set if the answer ends here, also
         when it was a stop string that the core knows nothing of."""
         pieces: list[str] = []
-        self.drafting = update.drafting
+        self._note_drafts(update.drafting)
         delta = OutputDelta()
         for index, token in enumerate(update.tokens):
             is_stop_token = update.stop_token_id is not None and index == len(update.tokens) - 1
@@ -86,6 +87,10 @@ class Answer:
             return self._end(delta, pieces, "stop", self._stops.found)
         pieces.append(self._stops.finish())
         return self._end(delta, pieces, update.finish_reason or "stop", update.stop_token_id)
+
+    def _note_drafts(self, record: DraftRecord | None) -> None:
+        if record is not None and record.num_draft_tokens:
+            self.drafting = DraftCounts(record.num_draft_tokens, record.num_accepted_tokens)
 
     def _follow(self, token_ids: Sequence[int]) -> bool:
         """Tell the constraint; True if the answer is complete by it."""
@@ -117,6 +122,7 @@ class Answer:
         self.finish_reason = finish_reason
         delta.finish_reason = finish_reason
         delta.stop_reason = stop_reason
+        delta.drafting = self.drafting
         return self._with_text(delta, pieces, is_last=True)
 
     def _text_of(self, token_id: int) -> str:
@@ -156,8 +162,7 @@ class Answer:
             queue_seconds=None if self.admitted_at is None else self.admitted_at - self.submitted_at,
             time_to_first_token=None if first is None else first - self.submitted_at,
             seconds=now - self.submitted_at,
-            num_draft_tokens=self.drafting.num_draft_tokens if self.drafting else 0,
-            num_accepted_draft_tokens=self.drafting.num_accepted_tokens if self.drafting else 0,
+            drafting=self.drafting,
             trace_parent=self.request.trace_parent,
         )
 

@@ -195,6 +195,32 @@ class Failed:
     error: MilepostError
 
 
+@dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """What became of the tokens that were guessed for an answer.
+
+    Attributes:
+        num_draft_tokens: those that were verified.
+        num_accepted_tokens: those that were right.
+    """
+
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(
+            self.num_draft_tokens + other.num_draft_tokens,
+            self.num_accepted_tokens + other.num_accepted_tokens,
+        )
+
+    def as_dict(self) -> dict[str, int]:
+        """The `milepost.speculation` object of a response."""
+        return {
+            "draft_tokens": self.num_draft_tokens,
+            "accepted_draft_tokens": self.num_accepted_tokens,
+        }
+
+
 @dataclass(slots=True)
 class OutputDelta:
     """What one step added to an answer.
@@ -210,6 +236,7 @@ class OutputDelta:
         finish_reason: "stop" or "length" on the last delta.
         stop_reason: the stop string or stop token id that ended the answer.
         reuse: on the first delta.
+        drafting: on the last delta, if tokens were guessed for the answer.
         prompt_scores: of the next tokens of the prompt; the first one has none.
     """
 
@@ -220,6 +247,7 @@ class OutputDelta:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     reuse: ReuseExplanation | None = None
+    drafting: DraftCounts | None = None
     prompt_scores: list[ScoredToken] = field(default_factory=list)
 
     @property
@@ -240,8 +268,7 @@ class FinishedRequest:
         queue_seconds: from submission to admission; None if it ended before.
         time_to_first_token: seconds from submission; None if there was no token.
         seconds: from submission to the end.
-        num_draft_tokens: guessed tokens that were verified for it; num_accepted_draft_tokens: those that were
-            right.
+        drafting: None if no tokens were guessed for it.
     """
 
     request_id: int
@@ -253,8 +280,7 @@ class FinishedRequest:
     queue_seconds: float | None
     time_to_first_token: float | None
     seconds: float
-    num_draft_tokens: int = 0
-    num_accepted_draft_tokens: int = 0
+    drafting: DraftCounts | None = None
     trace_parent: str = ""
 
     def log_fields(self) -> dict[str, Any]:
@@ -267,9 +293,8 @@ class FinishedRequest:
         if self.reuse is not None:
             fields |= self.reuse.log_fields()
         fields["generated_tokens"] = self.num_generated_tokens
-        if self.num_draft_tokens:
-            fields["draft_tokens"] = self.num_draft_tokens
-            fields["accepted_draft_tokens"] = self.num_accepted_draft_tokens
+        if self.drafting is not None:
+            fields |= self.drafting.as_dict()
         if self.queue_seconds is not None:
             fields["queue_ms"] = round(1000 * self.queue_seconds, 1)
         if self.time_to_first_token is not None:

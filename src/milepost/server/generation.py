@@ -12,7 +12,7 @@ from starlette.requests import Request
 from milepost.core.plan import ScoredToken
 from milepost.engine.aio import AnswerStream, AsyncEngine
 from milepost.engine.constraints import Constraint
-from milepost.engine.messages import GenerationRequest, OutputDelta, ReuseExplanation
+from milepost.engine.messages import DraftCounts, GenerationRequest, OutputDelta, ReuseExplanation
 from milepost.engine.params import (
     OutputLimit,
     checked_choices,
@@ -70,6 +70,7 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     reuse: ReuseExplanation | None = None
+    drafting: DraftCounts | None = None
     prompt_scores: list[ScoredToken] = field(default_factory=list)
 
     def add(self, delta: OutputDelta) -> None:
@@ -80,6 +81,7 @@ class Choice:
         self.prompt_scores.extend(delta.prompt_scores)
         if delta.reuse is not None:
             self.reuse = delta.reuse
+        self.drafting = delta.drafting
 
 
 @dataclass(slots=True)
@@ -106,11 +108,14 @@ class Generation:
 
     def milepost(self) -> dict[str, Any]:
         """The extra object of a response: reuse of the first choice, of every choice if there are
-        more, and the seed that repeats the answer."""
+        more, the seed that repeats the answer, and what became of guessed tokens, over all choices."""
         explained = [choice for choice in self.choices if choice.reuse is not None]
         result: dict[str, Any] = {"reuse": None, "seed": self.seed}
         if explained and explained[0].reuse is not None:
             result["reuse"] = explained[0].reuse.as_dict()
+        drafting = [choice.drafting for choice in self.choices if choice.drafting is not None]
+        if drafting:
+            result["speculation"] = sum(drafting, DraftCounts()).as_dict()
         if len(self.choices) > 1:
             result["choices"] = [
                 {"index": choice.index, "reuse": choice.reuse.as_dict()}
