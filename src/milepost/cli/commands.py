@@ -194,6 +194,7 @@ def chat(
     cache_bytes: opt.CacheBytes = opt.DEFAULT_CACHE_SIZE,
     prefix_match_unit: opt.MatchUnit = DEFAULT_MATCH_UNIT,
     enable_prefix_caching: opt.PrefixCaching = True,
+    speculative_config: opt.Speculation = None,
 ) -> None:
     """Chat in the terminal; every turn shows what was reused and what was computed."""
     from milepost.cli.chat import chat_with_model
@@ -206,6 +207,7 @@ def chat(
         max_model_len=max_model_len,
         dtype=dtype,
         seed=seed,
+        speculative_config=speculative_config,
     )
     chat_with_model(model, options, system=system, temperature=temperature, max_tokens=max_tokens)
 
@@ -224,12 +226,18 @@ def complete(
     dtype: opt.Dtype = "auto",
     seed: opt.ServerSeed = None,
     cache_bytes: opt.CacheBytes = opt.DEFAULT_CACHE_SIZE,
+    speculative_config: opt.Speculation = None,
 ) -> None:
     """Continue a text and print the continuation."""
     from milepost.cli.complete import complete_text
 
     options = opt.serving_options(
-        model=model, cache_bytes=cache_bytes, max_model_len=max_model_len, dtype=dtype, seed=seed
+        model=model,
+        cache_bytes=cache_bytes,
+        max_model_len=max_model_len,
+        dtype=dtype,
+        seed=seed,
+        speculative_config=speculative_config,
     )
     complete_text(
         None if model is None else Path(model), options, prompt,
