@@ -40,6 +40,16 @@ DEFAULT_AUDIT_SHARE = 0.05
 """Tokens that audits may compute per token of users' requests while such are there."""
 
 
+EXACT, EXACT_PROMPTS, NOT_EXACT = EXACTNESS_MODES = ("exact", "prompt", "off")
+"""`--exactness`: reuse leaves every bit of an answer; every bit behind a prompt; nothing is promised."""
+
+
+def check_exactness(mode: str) -> None:
+    """Raises: ConfigError: an unknown mode."""
+    if mode not in EXACTNESS_MODES:
+        raise ConfigError("exactness", f"must be one of {', '.join(EXACTNESS_MODES)}, not {mode!r}")
+
+
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The prefix cache.
@@ -52,6 +62,8 @@ class CacheConfig:
             0 = off (`--prefix-cache-retention-interval`).
         decode_interval: tokens between `decode` checkpoints that are kept (`--decode-interval`).
         max_states_per_path: upper bound of checkpoints on one path; None = no bound.
+        shares_generated_tokens: off = nothing behind a request's prompt is kept for others, because the
+            worker computes generated tokens in another way than those of prompts.
     """
 
     cache_bytes: int
@@ -60,6 +72,7 @@ class CacheConfig:
     checkpoint_interval: int | None = None
     decode_interval: int = DEFAULT_DECODE_INTERVAL
     max_states_per_path: int | None = None
+    shares_generated_tokens: bool = True
 
     def __post_init__(self) -> None:
         if self.cache_bytes < 1:

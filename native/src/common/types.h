@@ -54,6 +54,7 @@ struct LinearArgs {
   Rows y;
   int64_t y_group = 0;
   Rows residual;        // data == nullptr: none; added to the rounded product
+  bool serial = false;  // in the calling thread alone: it is one of those that share an item already
 };
 
 struct PackArgs {
@@ -95,6 +96,9 @@ struct Pages {
 };
 
 // Query head h reads key-value head h / (heads / kv_heads).
+// Expanded: pages hold latents, from which every head makes keys and values of its own. The first
+// expand_key->k entries of a latent go through the weights, the rest is a part all keys share. Expanded
+// entries are rounded to the type of the pages, as if they had been stored.
 struct AttentionArgs {
   const float* query;       // [rows, heads, width]
   float* out;               // [rows, heads, value_width]
@@ -108,6 +112,8 @@ struct AttentionArgs {
   const Span* spans;
   const int64_t* table;         // page ids of all sequences
   const int64_t* table_starts;  // per sequence, where its ids begin
+  const Packed* expand_key = nullptr;    // groups = heads, [width - shared part, latent]; nullptr: not expanded
+  const Packed* expand_value = nullptr;  // groups = heads, [value_width, latent]
 };
 
 // Grouped-query attention around `AttentionArgs`: norms, rotary positions, page writes; and the output gate.

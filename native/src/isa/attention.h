@@ -1,4 +1,5 @@
-// Causal attention over paged keys and values: absorbed queries over latents, or grouped-query heads.
+// Causal attention over paged keys and values: absorbed queries over latents, grouped-query heads, or keys
+// and values that each head expands from latents, tile by tile.
 //
 // Keys are taken in tiles of 256 at absolute positions, with an online softmax over the tiles. A row
 // (token, head) reads exactly the keys up to its own position, in ascending order, so its result does
@@ -29,6 +30,11 @@ class KeyTile {
     keys_ = static_cast<char*>(scratch(kKeys, size_t(kKeyPanels * key_panel_bytes())));
     values_ = static_cast<char*>(scratch(kValues, size_t(value_panels_ * value_panel_bytes())));
     const int64_t value_width = a_.shared ? 0 : value_panels_ * kPanel;
+    if (expanded()) {
+      const int64_t latent_bytes = (a_.expand_key->k + shared_width()) * item_bytes(a_.type);
+      latents_ = static_cast<char*>(scratch(kLatents, size_t(kTileKeys * latent_bytes)));
+      expanded_ = static_cast<char*>(scratch(kExpanded, size_t(kTileKeys * (a_.width + a_.value_width) * item_bytes(a_.type))));
+    }
     staged_keys_ = static_cast<char*>(scratch(kStaged, size_t(kPanel * (padded_width() + value_width) * item_bytes(a_.type))));
     staged_values_ = a_.shared ? staged_keys_ : staged_keys_ + kPanel * padded_width() * item_bytes(a_.type);
     value_row_ = a_.shared ? padded_width() : value_width;
@@ -36,6 +42,7 @@ class KeyTile {
 
   // Keys [first, first + count); the rest of the last panel becomes zeros.
   void pack(int64_t first, int64_t count) {
+    if (expanded()) expand(first, count);
     for (int64_t key = 0; key < count; key += kPanel) pack_panel(first + key, count - key, key / kPanel);
   }
   // Whether keys and values are bf16 pairs for the dot instruction: keys as [width / 2][32] lanes of
@@ -54,29 +61,67 @@ class KeyTile {
   int64_t value_panels() const { return value_panels_; }
 
  private:
+  bool expanded() const { return a_.expand_key != nullptr; }
+  int64_t shared_width() const { return a_.width - a_.expand_key->n; }
+
+  const char* entry(const Pages& pages, int64_t position) const {
+    const int64_t page = a_.table[a_.table_starts[sequence_] + position / a_.match_unit];
+    const int64_t at = page * pages.page_stride + position % a_.match_unit * pages.entry_stride + kv_head_ * pages.head_stride;
+    return pages.data + at * item_bytes(a_.type);
+  }
+
+  // Keys and values of this head from the latents of [first, first + count), each row from its own latent.
+  void expand(int64_t first, int64_t count) {
+    const int64_t item = item_bytes(a_.type), latent = a_.expand_key->k, width = latent + shared_width();
+    for (int64_t i = 0; i < count; i++) std::memcpy(latents_ + i * width * item, entry(a_.keys, first + i), size_t(width * item));
+    char* values = expanded_ + kTileKeys * a_.width * item;
+    const auto product = [&](const Packed& weights, char* target, int64_t stride) {
+      LinearArgs args{};
+      args.x = Rows{latents_, a_.type, width};
+      args.rows = count;
+      args.weight = weights;
+      args.weight.groups = 1;
+      args.weight.data = static_cast<char*>(weights.data) + kv_head_ * weights.panels() * weights.panel_bytes();
+      args.y = Rows{target, a_.type, stride};
+      args.serial = true;
+      linear(args);
+    };
+    product(*a_.expand_key, expanded_, a_.width);
+    product(*a_.expand_value, values, a_.value_width);
+    for (int64_t i = 0; i < count; i++)
+      std::memcpy(expanded_ + (i * a_.width + a_.expand_key->n) * item, latents_ + (i * width + latent) * item,
+                  size_t(shared_width() * item));
+    expanded_first_ = first;
+  }
+
+  const char* key_row(int64_t position) const {
+    if (!expanded()) return entry(a_.keys, position);
+    return expanded_ + (position - expanded_first_) * a_.width * item_bytes(a_.type);
+  }
+  const char* value_row(int64_t position) const {
+    if (!expanded()) return entry(a_.values, position);
+    return expanded_ + (kTileKeys * a_.width + (position - expanded_first_) * a_.value_width) * item_bytes(a_.type);
+  }
+
   int64_t key_panel_bytes() const { return padded_width() * kPanel * item_bytes(a_.type); }
   int64_t value_panel_bytes() const { return kTileKeys * kPanel * item_bytes(a_.type); }
   int64_t padded_width() const { return (a_.width + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes); }
 
   // Rows of the panel go one by one into one place first: a stream the prefetcher can follow, where 32
   // would be too many. There they are padded with zeros, so that everything below works on full vectors.
-  void stage(const Pages& pages, int64_t width, int64_t padded, int64_t first, int64_t count, char* target) const {
+  void stage(bool keys, int64_t width, int64_t padded, int64_t first, int64_t count, char* target) const {
     const int64_t item = item_bytes(a_.type), row_bytes = padded * item;
     for (int64_t i = 0; i < kPanel; i++) {
       const int64_t bytes = i < count ? width * item : 0;
-      if (i < count) {
-        const int64_t position = first + i;
-        const int64_t page = a_.table[a_.table_starts[sequence_] + position / a_.match_unit];
-        const int64_t at = page * pages.page_stride + position % a_.match_unit * pages.entry_stride + kv_head_ * pages.head_stride;
-        std::memcpy(target + i * row_bytes, pages.data + at * item, size_t(bytes));
-      }
+      if (i < count)
+        std::memcpy(target + i * row_bytes, keys ? key_row(first + i) : value_row(first + i), size_t(bytes));
       std::memset(target + i * row_bytes + bytes, 0, size_t(row_bytes - bytes));
     }
   }
 
   void pack_panel(int64_t first, int64_t count, int64_t panel) {
-    stage(a_.keys, a_.width, padded_width(), first, count, staged_keys_);
-    if (!a_.shared) stage(a_.values, a_.value_width, value_row_, first, count, staged_values_);
+    stage(true, a_.width, padded_width(), first, count, staged_keys_);
+    if (!a_.shared) stage(false, a_.value_width, value_row_, first, count, staged_values_);
     if (a_.type == Type::f32) pack_wide(panel);
     else if (dot()) pack_depth_pairs(panel);
     else pack_column_pairs(panel);
@@ -147,6 +192,8 @@ class KeyTile {
   const AttentionArgs& a_;
   int64_t sequence_, kv_head_, value_panels_, value_row_;
   char *keys_, *values_, *staged_keys_, *staged_values_;
+  char *latents_ = nullptr, *expanded_ = nullptr;
+  int64_t expanded_first_ = 0;
 };
 
 // The running softmax of up to kTileRows rows.

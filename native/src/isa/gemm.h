@@ -344,7 +344,7 @@ inline void linear(const LinearArgs& a) {
   job.blocks = (job.tiles + job.tiles_per_block - 1) / job.tiles_per_block;
   job.panels_per_item = 8;
   job.panel_items = (w.panels() + job.panels_per_item - 1) / job.panels_per_item;
-  const bool parallel = w.groups * w.n * w.k * (a.rows + 8) > (1 << 20);
+  const bool parallel = !a.serial && w.groups * w.n * w.k * (a.rows + 8) > (1 << 20);
   run_items(w.groups * job.tiles, pack_item, &job, parallel && a.rows > 32);
   ItemFunction function = linear_item<Form::wide>;
   if (form_of(a) == Form::mixed) function = linear_item<Form::mixed>;

@@ -131,9 +131,81 @@ float widened(const char* p, Type type) {
   return x;
 }
 
-// Absorbed attention: query through the key expansion, latents, then through the value expansion.
+// fp32 to the stored type, rounded to nearest even; NaN stays NaN.
+void narrow(const float* x, int64_t count, Type type, char* target) {
+  if (type == Type::f32) {
+    std::memcpy(target, x, size_t(count) * 4);
+    return;
+  }
+  for (int64_t i = 0; i < count; i++) {
+    uint32_t bits;
+    std::memcpy(&bits, x + i, 4);
+    const bool nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
+    const uint16_t high = uint16_t((nan ? bits | 0x00400000u : bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+    std::memcpy(target + 2 * i, &high, 2);
+  }
+}
+
+struct LatentInputs {
+  Rows query, out;
+  int64_t heads, query_width, width, latent;
+  const Packed *absorb_key, *absorb_value, *expand_key;
+};
+
+// Rows [first, first + rows): query through the key expansion, latents, then through the value expansion.
+void attend_absorbed(const LatentInputs& in, AttentionArgs args, int64_t first, int64_t rows) {
+  const int64_t shared = in.width - in.latent;
+  float* absorbed = scratch_of<float>(kMixed, rows * in.heads * (in.width + in.latent));
+  float* mixed = absorbed + rows * in.heads * in.width;
+  LinearArgs expand{};
+  expand.x = Rows{in.query.at(first), in.query.type, in.query.stride};
+  expand.x_group = in.query_width;
+  expand.rows = rows;
+  expand.weight = *in.absorb_key;
+  expand.y = Rows{absorbed, Type::f32, in.heads * in.width};
+  expand.y_group = in.width;
+  kernels().linear(expand);
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t head = 0; head < in.heads; head++)
+      for (int64_t i = 0; i < shared; i++)
+        absorbed[(row * in.heads + head) * in.width + in.latent + i] =
+            widened(in.query.at(first + row, head * in.query_width + in.absorb_key->k + i), in.query.type);
+  args.query = absorbed;
+  args.out = mixed;
+  kernels().attend(args);
+  LinearArgs contract{};
+  contract.x = Rows{mixed, Type::f32, in.heads * in.latent};
+  contract.x_group = in.latent;
+  contract.rows = rows;
+  contract.weight = *in.absorb_value;
+  contract.y = Rows{in.out.at(first), in.out.type, in.out.stride};
+  contract.y_group = in.absorb_value->n;
+  kernels().linear(contract);
+}
+
+// The same rows over keys and values that every head expands from the latents.
+void attend_expanded(const LatentInputs& in, AttentionArgs args, int64_t first, int64_t rows) {
+  const int64_t values = in.absorb_value->n, query_size = in.heads * in.query_width, out_size = in.heads * values;
+  float* query = scratch_of<float>(kMixed, rows * (query_size + out_size));
+  float* mixed = query + rows * query_size;
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t i = 0; i < query_size; i++) query[row * query_size + i] = widened(in.query.at(first + row, i), in.query.type);
+  args.kv_heads = in.heads;
+  args.width = in.query_width;
+  args.value_width = values;
+  args.shared = false;
+  args.expand_key = in.expand_key;
+  args.expand_value = in.absorb_value;
+  args.query = query;
+  args.out = mixed;
+  kernels().attend(args);
+  for (int64_t row = 0; row < rows; row++) narrow(mixed + row * out_size, out_size, in.out.type, in.out.at(first + row));
+}
+
+// Attention over latents: absorbed, or, for the spans the plan names, expanded.
 void attend_latents(handle query_object, const PackedWeight& absorb_key, const PackedWeight& absorb_value,
-                    handle pages_object, const AttentionPlan& plan, float scale, handle out_object) {
+                    handle pages_object, const AttentionPlan& plan, float scale, handle out_object,
+                    const PackedWeight* expand_key) {
   const Packed &key = absorb_key.view(), &value = absorb_value.view();
   const Tensor query = Tensor::from(query_object, "query", 2, kFloats, 1);
   const Tensor pages = Tensor::from(pages_object, "pages", 3, kFloats, 1);
@@ -147,34 +219,29 @@ void attend_latents(handle query_object, const PackedWeight& absorb_key, const P
   query.check_shape({rows, heads * query_width});
   out.check_shape({rows, heads * value.n});
   if (out.overlaps(query)) bad_value("out", "must not overlap query");
+  LatentInputs in{query.rows(), out.rows(), heads, query_width, width, latent, &key, &value, nullptr};
+  if (expand_key != nullptr) {
+    in.expand_key = &expand_key->view();
+    if (in.expand_key->groups != heads || in.expand_key->n != key.k || in.expand_key->k != latent || in.expand_key->paired ||
+        in.expand_key->type != pages.type() || value.type != pages.type())
+      bad_value("expand_key", "does not fit absorb_key and pages");
+  }
+  for (char expanded : plan.expanded)
+    if (expanded && expand_key == nullptr) bad_value("expand_key", "is missing, but the plan has expanded spans");
   AttentionArgs args = attention_args(pages, plan, heads, latent, scale);
   nb::gil_scoped_release release;
-  float* absorbed = scratch_of<float>(kMixed, rows * heads * (width + latent));
-  float* mixed = absorbed + rows * heads * width;
-  LinearArgs expand{};
-  expand.x = query.rows();
-  expand.x_group = query_width;
-  expand.rows = rows;
-  expand.weight = key;
-  expand.y = Rows{absorbed, Type::f32, heads * width};
-  expand.y_group = width;
-  kernels().linear(expand);
-  for (int64_t row = 0; row < rows; row++)
-    for (int64_t head = 0; head < heads; head++)
-      for (int64_t i = 0; i < shared; i++)
-        absorbed[(row * heads + head) * width + latent + i] =
-            widened(query.rows().at(row, head * query_width + key.k + i), query.type());
-  args.query = absorbed;
-  args.out = mixed;
-  kernels().attend(args);
-  LinearArgs contract{};
-  contract.x = Rows{mixed, Type::f32, heads * latent};
-  contract.x_group = latent;
-  contract.rows = rows;
-  contract.weight = value;
-  contract.y = out.rows();
-  contract.y_group = value.n;
-  kernels().linear(contract);
+  // Neighbours of one kind go together; their rows are counted from the first of them.
+  for (size_t first = 0, end; first < plan.spans.size(); first = end) {
+    for (end = first; end < plan.spans.size() && plan.expanded[end] == plan.expanded[first];) end++;
+    Span* spans = scratch_of<Span>(kSpans, int64_t(end - first));
+    const int64_t row = plan.spans[first].first_row;
+    for (size_t s = first; s < end; s++)
+      spans[s - first] = Span{plan.spans[s].first_row - row, plan.spans[s].end_row - row, plan.spans[s].position};
+    args.num_spans = int64_t(end - first);
+    args.spans = spans;
+    args.table_starts = plan.table_starts.data() + first;
+    (plan.expanded[first] ? attend_expanded : attend_absorbed)(in, args, row, plan.spans[end - 1].end_row - row);
+  }
 }
 
 // Grouped-query attention: norms, rotary positions, page writes, attention, output gate.
@@ -433,8 +500,8 @@ NB_MODULE(_native, m) {
         "paired"_a = false, nb::rv_policy::take_ownership);
   nb::class_<Experts>(m, "Experts").def(nb::init<nb::list, nb::list>(), "gate_up"_a, "down"_a);
   nb::class_<AttentionPlan>(m, "AttentionPlan")
-      .def(nb::init<nb::list, nb::handle, nb::handle, nb::handle>(), "spans"_a, "page_tables"_a, "write_pages"_a,
-           "write_offsets"_a);
+      .def(nb::init<nb::list, nb::handle, nb::handle, nb::handle, nb::list>(), "spans"_a, "page_tables"_a, "write_pages"_a,
+           "write_offsets"_a, "expanded"_a = nb::list());
   nb::class_<RecurrentPlan>(m, "RecurrentPlan")
       .def(nb::init<nb::list, nb::list, nb::list, nb::list>(), "spans"_a, "initial_slots"_a, "running_slots"_a,
            "exports"_a);
@@ -444,7 +511,7 @@ NB_MODULE(_native, m) {
   m.def("store_latents", store_latents, "x"_a, "weight"_a, "eps"_a, "pages"_a, "plan"_a);
   m.def("attend", attend, "query"_a, "pages"_a, "plan"_a, "value_width"_a, "scale"_a, "out"_a);
   m.def("attend_latents", attend_latents, "query"_a, "absorb_key"_a, "absorb_value"_a, "pages"_a, "plan"_a, "scale"_a,
-        "out"_a);
+        "out"_a, "expand_key"_a.none() = nb::none());
   m.def("kda_mixer", kda_mixer, "raw"_a, "decay"_a, "beta"_a, "gate"_a, "conv"_a, "decay_log"_a, "dt_bias"_a, "norm"_a,
         "eps"_a, "lower_bound"_a.none(), "tails"_a, "states"_a, "plan"_a, "out"_a);
   m.def("gdn_mixer", gdn_mixer, "raw"_a, "decay"_a, "beta"_a, "gate"_a, "conv"_a, "decay_log"_a, "dt_bias"_a, "norm"_a,

@@ -66,8 +66,14 @@ std::vector<Span> spans_of(nb::list list) {
   return spans;
 }
 
-AttentionPlan::AttentionPlan(nb::list span_list, nb::handle page_tables, nb::handle pages, nb::handle offsets)
-    : spans(spans_of(span_list)) {
+AttentionPlan::AttentionPlan(nb::list span_list, nb::handle page_tables, nb::handle pages, nb::handle offsets,
+                             nb::list expanded_list)
+    : spans(spans_of(span_list)), expanded(spans.size(), 0) {
+  for (nb::handle h : expanded_list) {
+    const int64_t number = nb::cast<int64_t>(h);
+    if (number < 0 || number >= int64_t(spans.size())) bad_value("expanded", "must be numbers of spans");
+    expanded[size_t(number)] = 1;
+  }
   table_starts.push_back(0);
   for (nb::handle h : nb::cast<nb::sequence>(page_tables)) {
     const Tensor t = Tensor::from(h, "page_tables", 1, kI64, 1);

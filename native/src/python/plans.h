@@ -41,7 +41,9 @@ struct RotaryTable {
 // Index of an attention group in one step.
 class AttentionPlan {
  public:
-  AttentionPlan(nb::list spans, nb::handle page_tables, nb::handle write_pages, nb::handle write_offsets);
+  // expanded: numbers of spans whose rows read keys and values expanded from latents, ascending.
+  AttentionPlan(nb::list spans, nb::handle page_tables, nb::handle write_pages, nb::handle write_offsets,
+                nb::list expanded);
   // Throws if a page id or an offset does not exist in pages of this shape, or a table is too short.
   void check(int64_t num_pages, int64_t match_unit) const;
   int64_t rows() const { return int64_t(write_pages.size()); }
@@ -50,6 +52,7 @@ class AttentionPlan {
 
   std::vector<Span> spans;
   std::vector<int64_t> table, table_starts, write_pages, write_offsets;
+  std::vector<char> expanded;  // per span
 
  private:
   RotaryTable rotary_;

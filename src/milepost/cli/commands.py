@@ -12,7 +12,7 @@ from rich.console import Console
 from milepost import __version__
 from milepost.cli import options as opt
 from milepost.cli.cache import app as cache_app
-from milepost.config import DEFAULT_AUDIT_SHARE, DEFAULT_MATCH_UNIT, SchedulerConfig
+from milepost.config import DEFAULT_AUDIT_SHARE, DEFAULT_MATCH_UNIT, EXACT, SchedulerConfig
 from milepost.errors import ConfigError, MilepostError, RequestError
 
 app = typer.Typer(
@@ -102,6 +102,7 @@ def serve(
     enable_prefix_caching: opt.PrefixCaching = True,
     max_num_batched_tokens: opt.MaxBatchedTokens = _DEFAULT_SCHEDULER.max_num_batched_tokens,
     max_num_seqs: opt.MaxSeqs = _DEFAULT_SCHEDULER.max_num_seqs,
+    exactness: opt.Exactness = EXACT,
     audit_hits: opt.AuditHits = 0.0,
     audit_share: opt.AuditShare = DEFAULT_AUDIT_SHARE,
     tool_call_parser: opt.ToolCallParser = "auto",
@@ -147,6 +148,7 @@ def serve(
         dtype=dtype,
         seed=seed,
         served_model_name=served_model_name,
+        exactness=exactness,
         audit_hits=audit_hits,
         audit_share=audit_share,
         tool_call_parser=tool_call_parser,

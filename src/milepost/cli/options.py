@@ -72,6 +72,14 @@ MaxBatchedTokens = Annotated[
 ]
 MaxSeqs = Annotated[int, typer.Option("--max-num-seqs", help="Requests that run at the same time.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32 or bfloat16.")]
+Exactness = Annotated[
+    str,
+    typer.Option(
+        "--exactness",
+        help="exact = reuse changes no bit of an answer; prompt = none behind a prompt, and long prompts of "
+        "models with latent attention are faster; off = nothing is promised.",
+    ),
+]
 AuditHits = Annotated[
     float,
     typer.Option(

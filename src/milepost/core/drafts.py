@@ -99,7 +99,8 @@ class DraftPlanner:
                 reservation.new_pages = [[*a, *b] for a, b in zip(reservation.new_pages, pages, strict=True)]
         if not cache.recurrent:
             return end
-        boundaries = range(ceil_to(start + 1, unit), end, unit) if lease.is_caching else range(0)
+        last = lease.shared(end) if lease.is_caching else start
+        boundaries = range(ceil_to(start + 1, unit), last, unit)
         alignment = cache.geometry.checkpoint_alignment
         for boundary in boundaries:
             if not is_legal_export(start, end, boundary, unit, alignment):

@@ -30,13 +30,14 @@ class Lease:
         newest: last checkpoint of this request's path that it started from or made itself, `interval`
             ones aside.
         on_path: checkpoints of its path, first one first, if their number is bounded. Some may be gone.
+        shared_end: positions behind it are not published; None = all are.
         marked_units: depths where the caller asked for a checkpoint; those are kept `pin_seconds` long.
     """
 
     __slots__ = (
         "chain", "conversation", "decode_nodes", "exports", "hit_reason", "is_caching", "lineage",
         "marked_units", "newest", "num_hit_units", "on_path", "page_tables", "pin_seconds", "previous",
-        "replaced", "retention_priority", "running", "tip",
+        "replaced", "retention_priority", "running", "shared_end", "tip",
     )  # fmt: skip
 
     def __init__(self, chain: KeyChain, tip: Node, page_tables: list[list[int]], *, is_caching: bool) -> None:
@@ -58,6 +59,11 @@ class Lease:
         self.marked_units: frozenset[int] = frozenset()
         self.retention_priority = 0
         self.pin_seconds = 0.0
+        self.shared_end: int | None = None
+
+    def shared(self, position: int) -> int:
+        """`position`, or the last one before it that may be published."""
+        return position if self.shared_end is None else min(position, self.shared_end)
 
     def take_reserved(self) -> list[list[int]]:
         """Slots of `exports` and `previous`, to be given back; the lease forgets them."""

@@ -305,7 +305,7 @@ class PrefixCache:
         """
         acknowledged = set(exported)
         if lease.is_caching:
-            num_units = floor_div(end, self.match_unit)
+            num_units = floor_div(lease.shared(end), self.match_unit)
             keys = lease.chain.extend(num_units)
             self._settle_export(lease, acknowledged, now)  # of a load, where only a state was missing
             for index in range(lease.tip.depth, num_units):

@@ -282,7 +282,7 @@ class Scheduler:
         lease = request.held_lease
         unit = self.cache.match_unit
         ends_between = decision.end < len(request.tokens) and not is_multiple(decision.end, unit)
-        if ends_between and start and is_multiple(start, unit):
+        if ends_between and start and start == lease.tip.depth * unit:
             # The chunk leaves a boundary and ends between two: without this the boundary's state
             # would be lost to an abort or a preemption.
             self.cache.keep_running(lease, reasons.INTERVAL, self._now)
@@ -374,6 +374,8 @@ class Scheduler:
         lease.marked_units = marked_units(
             request.wanted_by_caller, self.cache.match_unit, self._grid, request.media_spans
         )
+        if not self.cache.config.shares_generated_tokens:
+            lease.shared_end = request.num_prompt_tokens
         lease.retention_priority = request.retention_priority
         lease.pin_seconds = request.pin_seconds
         request.lease = lease

@@ -15,8 +15,11 @@ from milepost.config import (
     DEFAULT_AUDIT_SHARE,
     DEFAULT_DECODE_INTERVAL,
     DEFAULT_MATCH_UNIT,
+    EXACT,
+    EXACT_PROMPTS,
     CacheConfig,
     SchedulerConfig,
+    check_exactness,
 )
 from milepost.core.geometry import CacheGeometry
 from milepost.core.plan import SamplingParams
@@ -64,6 +67,7 @@ class ServingOptions:
         generation_config: where sampling defaults come from, see `generation_defaults`.
         stores: what lies beyond the process's memory.
         speculative: which drafter, None = no speculation.
+        exactness: what reuse may change, one of `config.EXACTNESS_MODES`.
     """
 
     cache_bytes: int = DEFAULT_CACHE_BYTES
@@ -87,6 +91,7 @@ class ServingOptions:
     generation_config: str = AUTO_DEFAULTS
     stores: StoreOptions = StoreOptions()
     speculative: SpeculativeConfig | None = None
+    exactness: str = EXACT
 
     @property
     def num_model_drafts(self) -> int:
@@ -224,8 +229,11 @@ def load_serving_model(
     path = model_directory(EMBEDDED_MODEL if directory is None else directory)
     cache = options.cache_config()
     audit = AuditConfig(options.audit_hits, share=options.audit_share)
+    check_exactness(options.exactness)
     options.stores.check()
     description = describe(path, dtype=options.dtype, num_draft_tokens=options.num_model_drafts)
+    if options.exactness == EXACT_PROMPTS and "mla" in description.layer_kinds:
+        cache = dataclasses.replace(cache, shares_generated_tokens=False)
     geometry = description.layout.geometry(options.match_unit)
     max_model_len = check_budget(geometry, cache, description.max_model_len, options.max_model_len)
     planned_memory(path, description, options).check()
@@ -254,7 +262,11 @@ def load_serving_model(
     from milepost.runner.worker import TorchWorker
 
     model = load_model(
-        path, dtype=options.dtype, progress=progress, num_draft_tokens=options.num_model_drafts
+        path,
+        dtype=options.dtype,
+        progress=progress,
+        num_draft_tokens=options.num_model_drafts,
+        exactness=options.exactness,
     )
     worker = TorchWorker(model, geometry, options.cache_bytes)
     promise = self_test(model)
@@ -263,6 +275,8 @@ def load_serving_model(
         scheduler, worker, tokenizer, audit=audit, max_queued_requests=options.max_queued_requests
     )
     exactness = "exact" if promise.exact else "numeric"
+    if options.exactness != EXACT:
+        exactness = f"{options.exactness}, {exactness}"
     offer = connect_stores(engine, scheduler, options.stores, path, model, geometry, worker.pools, exactness)
     return ServingModel(
         name=options.served_model_name or model_name(EMBEDDED_MODEL if directory is None else directory),

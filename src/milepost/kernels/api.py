@@ -8,16 +8,17 @@ call its attributes. Signatures, shapes and semantics are those of the functions
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
+from milepost.config import EXACT, check_exactness
 from milepost.errors import ConfigError
 from milepost.kernels import reference_layers
 from milepost.kernels.arguments import KdaInputs, KdaParams, MoeParams
 from milepost.kernels.native import NativeOperations
-from milepost.kernels.native_library import native_library
+from milepost.kernels.native_library import EXPANDED_REASON, native_library
 
 __all__ = [
     "NATIVE",
@@ -51,6 +52,8 @@ class Kernels:
     Attributes:
         choices: one per operation, in the order of the attributes.
         numerics: names the roundings behind every result; a stored state is only valid under the same.
+        exactness: what reuse may change (`config.EXACTNESS_MODES`). Unless it is EXACT, latent attention may
+            expand latents.
     """
 
     pack_linear: Callable[..., Any]
@@ -70,6 +73,7 @@ class Kernels:
     moe: Callable[..., torch.Tensor]
     choices: tuple[KernelChoice, ...]
     numerics: str
+    exactness: str = EXACT
 
     @property
     def implementation(self) -> str:
@@ -79,19 +83,31 @@ class Kernels:
 
 
 OPERATIONS: tuple[str, ...] = tuple(
-    field.name for field in fields(Kernels) if field.name not in ("choices", "numerics")
+    field.name for field in fields(Kernels) if field.name not in ("choices", "numerics", "exactness")
 )
 
 
-def select_kernels(implementation: str = "auto") -> Kernels:
+def select_kernels(implementation: str = "auto", *, exactness: str = EXACT) -> Kernels:
     """Implementations for this process.
 
     Args:
         implementation: "auto" = native where the library is there, else reference; or the name of one.
+        exactness: one of `config.EXACTNESS_MODES`.
 
     Raises:
-        ConfigError: an unknown name, or "native" where the library is not usable.
+        ConfigError: an unknown name, "native" where the library is not usable, or a mode for which it is
+            too old.
     """
+    check_exactness(exactness)
+    chosen = _select(implementation)
+    if exactness == EXACT:
+        return chosen
+    if chosen.implementation == NATIVE and not native_library().expands_latents:
+        raise ConfigError("exactness", EXPANDED_REASON)
+    return replace(chosen, exactness=exactness, numerics=f"{chosen.numerics}+{exactness}")
+
+
+def _select(implementation: str) -> Kernels:
     if implementation not in ("auto", REFERENCE, NATIVE):
         raise ConfigError("kernels", f"{implementation!r} is unknown; use auto, {NATIVE} or {REFERENCE}")
     if implementation == REFERENCE:

@@ -33,12 +33,15 @@ class AttentionIndex:
         spans: per sequence.
         page_tables: per sequence, int64 page ids that cover positions [0, end_position).
         write_pages, write_offsets: int64 [rows], where each row's entry is stored.
+        expanded: numbers of spans whose latents are expanded to keys and values of every head, instead of
+            being read as they are by absorbed queries.
     """
 
     spans: tuple[RowSpan, ...]
     page_tables: tuple[torch.Tensor, ...]
     write_pages: torch.Tensor
     write_offsets: torch.Tensor
+    expanded: frozenset[int] = frozenset()
 
 
 class MixerRecord:

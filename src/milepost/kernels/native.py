@@ -160,13 +160,15 @@ class NativeOperations:
         pages: torch.Tensor,
         index: AttentionIndex,
         scale: float,
+        expand_key: NativeLinear | None = None,
     ) -> torch.Tensor:
         result = self._local.workspace.rows(
             "attend_latents", query.shape[0], absorb_value.out_features, query.dtype
         )
         plan = self._attention_plan(index)
+        expansion = () if expand_key is None else (expand_key.packed,)
         self._library.attend_latents(
-            query, absorb_key.packed, absorb_value.packed, pages, plan, scale, result
+            query, absorb_key.packed, absorb_value.packed, pages, plan, scale, result, *expansion
         )
         return result
 
@@ -272,8 +274,13 @@ class NativeOperations:
         """The native form of an index; all layers of a step share one."""
         known, plan = self._local.attention
         if known is not index:
+            expanded = (sorted(index.expanded),) if index.expanded else ()
             plan = self._library.AttentionPlan(
-                _spans(index.spans), list(index.page_tables), index.write_pages, index.write_offsets
+                _spans(index.spans),
+                list(index.page_tables),
+                index.write_pages,
+                index.write_offsets,
+                *expanded,
             )
             self._local.attention = (index, plan)
         return plan

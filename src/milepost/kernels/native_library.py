@@ -17,6 +17,12 @@ from milepost.errors import ConfigError
 DISTRIBUTION = "milepost-kernels"
 API_VERSION = 2
 """Signatures this side calls; the library states the ones it has."""
+EXPANDED_REVISION = 2
+"""Revision of the interface that brought expanded latents; one of an older library is less."""
+EXPANDED_REASON = (
+    f"the installed {DISTRIBUTION} is older than expanded latents (interface revision {EXPANDED_REVISION}); "
+    "`make native` rebuilds it"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +34,11 @@ class NativeLibrary:
 
     module: ModuleType | None
     reason: str
+
+    @property
+    def expands_latents(self) -> bool:
+        """Whether attention can expand latents to keys and values."""
+        return getattr(self.module, "API_REVISION", 0) >= EXPANDED_REVISION
 
 
 @functools.cache

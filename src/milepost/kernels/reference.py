@@ -169,6 +169,44 @@ def latent_attention(
     return result
 
 
+def expanded_attention(
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    index: AttentionIndex,
+    expand_key: torch.Tensor,
+    expand_value: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of one sequence over keys and values that every head makes from the latents.
+
+    Args:
+        query: [N, H, nope + shared] in the model dtype.
+        pages: [num_pages, match_unit, latent + shared] in the stored dtype.
+        index: of one span; its rows are in.
+        expand_key: fp32 [H, nope, latent]; expand_value: fp32 [H, value, latent].
+
+    Returns:
+        fp32 [N, H, value].
+    """
+    [span], [table] = index.spans, index.page_tables
+    latent_width = expand_key.shape[2]
+    entries = pages.index_select(0, table).view(-1, pages.shape[2])[: span.end_position].float()
+    latents, shared = entries[:, :latent_width], entries[:, latent_width:]
+    keys = torch.matmul(latents, expand_key.transpose(1, 2)).to(pages.dtype).float()
+    keys = torch.cat([keys, shared.expand(keys.shape[0], -1, -1)], dim=-1)
+    values = torch.matmul(latents, expand_value.transpose(1, 2)).to(pages.dtype).float()
+    result = query.new_empty(*query.shape[:2], values.shape[2], dtype=torch.float32)
+    rows = query.float().transpose(0, 1)
+    block = max(1, MAX_SCORES // (query.shape[1] * span.end_position))
+    for first in range(0, span.length, block):
+        end = min(first + block, span.length)
+        scores = torch.matmul(rows[:, first:end], keys.transpose(1, 2)).mul_(scale)
+        limits = torch.arange(span.position + first, span.position + end).unsqueeze(1)
+        scores.masked_fill_(torch.arange(span.end_position) > limits, float("-inf"))
+        result[first:end] = torch.matmul(torch.softmax(scores, dim=-1), values).transpose(0, 1)
+    return result
+
+
 def route(
     logits: torch.Tensor,
     correction_bias: torch.Tensor,

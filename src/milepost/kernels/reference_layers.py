@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from milepost.kernels import reference, reference_gdn, reference_gqa
 from milepost.kernels.arguments import KdaInputs, KdaParams, MoeParams
-from milepost.kernels.index import AttentionIndex, RecurrentIndex
+from milepost.kernels.index import AttentionIndex, RecurrentIndex, RowSpan
 from milepost.kernels.reference import ExpertWeights
 from milepost.kernels.reference_kda import KdaRows, kda
 
@@ -112,25 +112,63 @@ def attend_latents(
     pages: torch.Tensor,
     index: AttentionIndex,
     scale: float,
+    expand_key: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Absorbed attention: query -> key expansion -> `latent_attention` -> value expansion.
+
+    Spans that `index.expanded` names go through keys and values instead that every head expands from the
+    latents, rounded as if they had been stored: the same up to rounding, and another amount of work.
 
     Args:
         query: [N, heads * (nope + shared)] in the model dtype.
         absorb_key: packed [heads, latent, nope].
         absorb_value: packed [heads, value, latent].
+        expand_key: packed [heads, nope, latent], the transpose of `absorb_key`; needed if spans are expanded.
 
     Returns:
         [N, heads * value] in the model dtype.
     """
     num_heads, latent_width, nope = absorb_key.shape
     per_head = query.view(query.shape[0], num_heads, -1)
+    if index.expanded:
+        if expand_key is None:
+            raise ValueError("expand_key is missing, but the index has expanded spans")
+        return _attend_some_expanded(per_head, absorb_key, absorb_value, expand_key, pages, index, scale)
     content, shared = per_head[..., :nope], per_head[..., nope:]
     absorbed = reference.per_head_linear(content, absorb_key.transpose(1, 2))
     absorbed = torch.cat([absorbed, shared.float()], dim=-1)
     mixed = reference.latent_attention(absorbed, pages, index, value_width=latent_width, scale=scale)
     values = reference.per_head_linear(mixed, absorb_value.transpose(1, 2))
     return values.to(query.dtype).reshape(query.shape[0], -1)
+
+
+def _attend_some_expanded(
+    query: torch.Tensor,
+    absorb_key: torch.Tensor,
+    absorb_value: torch.Tensor,
+    expand_key: torch.Tensor,
+    pages: torch.Tensor,
+    index: AttentionIndex,
+    scale: float,
+) -> torch.Tensor:
+    """`attend_latents` span by span; query [N, heads, nope + shared]."""
+    parts = []
+    for number, (span, table) in enumerate(zip(index.spans, index.page_tables, strict=True)):
+        rows = query[span.first_row : span.end_row]
+        places = slice(span.first_row, span.end_row)
+        alone = AttentionIndex(
+            (RowSpan(0, span.length, span.position),),
+            (table,),
+            index.write_pages[places],
+            index.write_offsets[places],
+        )
+        if number in index.expanded:
+            values = reference.expanded_attention(rows, pages, alone, expand_key, absorb_value, scale)
+            parts.append(values.to(query.dtype).flatten(1))
+        else:
+            flat = rows.reshape(span.length, -1)
+            parts.append(attend_latents(flat, absorb_key, absorb_value, pages, alone, scale))
+    return torch.cat(parts)
 
 
 def kda_mixer(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from milepost.config import EXACT
 from milepost.core.geometry import CacheGeometry
 from milepost.kernels.api import Kernels, select_kernels
 from milepost.models.description import (
@@ -66,6 +67,11 @@ class LoadedModel:
         return self.config.vocab_size
 
     @property
+    def expands_latents(self) -> bool:
+        """Whether some rows of its attention work on expanded latents, see `runner.expansion`."""
+        return self.config.mla is not None and self.kernels.exactness != EXACT
+
+    @property
     def max_model_len(self) -> int:
         """Positions the checkpoint declares."""
         return self.config.max_model_len
@@ -87,6 +93,7 @@ def load_model(
     check_finite: bool = True,
     kernels: Kernels | None = None,
     num_draft_tokens: int = 0,
+    exactness: str = EXACT,
 ) -> LoadedModel:
     """Loads `path/config.json` and `path/*.safetensors`.
 
@@ -96,6 +103,7 @@ def load_model(
         progress: called with (bytes loaded, bytes in all) after each tensor.
         check_finite: refuse weights that hold NaN or infinity (reads every value once).
         kernels: None = the best available.
+        exactness: as for `select_kernels`, unless `kernels` are given.
         num_draft_tokens: tokens to be drafted with the checkpoint's own modules; 0 = they are not loaded.
 
     Raises:
@@ -107,7 +115,7 @@ def load_model(
     dtype_name = resolve_dtype(spec, dtype)
     num_modules = used_modules(spec, num_draft_tokens)
     weights = WeightReader(path, progress=progress, check_finite=check_finite)
-    chosen = kernels or select_kernels()
+    chosen = kernels or select_kernels(exactness=exactness)
     decoder = HybridDecoder(spec, weights, chosen, TORCH_DTYPES[dtype_name])
     drafts = None
     if num_modules:

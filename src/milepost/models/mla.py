@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from milepost.config import EXACT
 from milepost.kernels.index import AttentionIndex
 from milepost.kernels.rowwise import on_full_vectors
 from milepost.models.inputs import CacheFields
@@ -15,9 +16,9 @@ from milepost.models.specs import MlaSpec
 class MlaLayer:
     """Mixer of one layer. Caches per token the normed latent and the shared key part.
 
-    The "rope" slice exists but is never rotated (`mla_use_nope`). Keys and values are never
-    expanded: queries go through the key expansion, outputs through the value expansion. Prefill and
-    decode therefore compute the same thing.
+    The "rope" slice exists but is never rotated (`mla_use_nope`). In the default exactness mode keys and
+    values are never expanded: queries go through the key expansion, outputs through the value expansion.
+    Prefill and decode therefore compute the same thing. Other modes expand where the index says so.
     """
 
     def __init__(self, loader: Loader, layer: int, hidden_size: int, spec: MlaSpec) -> None:
@@ -50,6 +51,7 @@ class MlaLayer:
         key, value = per_head[:, : spec.qk_nope_head_dim], per_head[:, spec.qk_nope_head_dim :]
         self._absorb_key = self._kernels.pack_heads(key.transpose(1, 2))
         self._absorb_value = self._kernels.pack_heads(value)
+        self._expand_key = None if self._kernels.exactness == EXACT else self._kernels.pack_heads(key)
         self._out = pack(loader.linear("o_proj", heads * spec.v_head_dim, hidden_size), name="mla.out")
 
     def __call__(
@@ -65,7 +67,9 @@ class MlaLayer:
         ops.store_latents(latent, self._latent_norm, self._latent_norm_eps, pages, index)
         if self._query_norm is not None:
             query = ops.linear(self._query_norm(query), self._query)
-        values = ops.attend_latents(query, self._absorb_key, self._absorb_value, pages, index, self._scale)
+        values = ops.attend_latents(
+            query, self._absorb_key, self._absorb_value, pages, index, self._scale, self._expand_key
+        )
         for gate in gates:
             values = (values.float() * on_full_vectors(torch.sigmoid, gate.float())).to(values.dtype)
         return ops.linear(values, self._out, residual=residual)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from milepost.config import NOT_EXACT
 from milepost.core.geometry import CacheGeometry
 from milepost.core.plan import ZERO_STATE, ChunkPlan, SamplingParams, StateExport, StepPlan, WorkerRequest
 from milepost.models.loading import LoadedModel
@@ -55,12 +56,19 @@ def self_test(model: LoadedModel) -> SelfTest:
     finally:
         worker.close()
     # Not a number is different from everything.
-    exact = difference == 0.0
+    exact = difference == 0.0 and model.kernels.exactness != NOT_EXACT
     return SelfTest(exact, difference, _text(model, exact, difference))
 
 
 def _text(model: LoadedModel, exact: bool, difference: float) -> str:
     where = f"{model.dtype}, {model.kernels.implementation} kernels: {model.kernels.choices[0].reason}"
+    if model.kernels.exactness == NOT_EXACT:
+        return f"exactness: off, as asked for; a hit may change logits, as may how steps are cut ({where})"
+    if exact and model.expands_latents:
+        return (
+            "exactness: prompt; cuts, hits and neighbours leave every bit behind a prompt; what an answer "
+            f"left is not reused ({where})"
+        )
     if exact:
         return f"exactness: exact; cuts, hits and neighbours leave every bit of the answers ({where})"
     return (
@@ -137,7 +145,9 @@ class _Runs:
         for sequence, count in parts:
             if not sequence.started:
                 reused = [list(sequence.pages)] * self._geometry.num_attention_groups
-                plan.started.append(WorkerRequest(sequence.request_id, SamplingParams(), 0, b"", reused))
+                plan.started.append(
+                    WorkerRequest(sequence.request_id, SamplingParams(), len(sequence.tokens), b"", reused)
+                )
                 sequence.started = True
             plan.chunks.append(self._chunk(sequence, count, checkpoint_slot))
         self._worker.execute(plan)

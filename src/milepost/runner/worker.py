@@ -24,6 +24,7 @@ from milepost.errors import WorkerError
 from milepost.models.loading import LoadedModel
 from milepost.runner.batch import Batch, PageTable, build_batch, replay_index
 from milepost.runner.drafting import DraftLane, MtpRunner, ProcessedRows
+from milepost.runner.expansion import with_expansion
 from milepost.runner.pools import PoolSet
 from milepost.runner.sampler import SamplingRow, TokenHistory, sample, score
 from milepost.runner.verify import num_accepted, sampling_rows
@@ -44,6 +45,7 @@ class _RequestState:
     sampling: SamplingParams
     page_tables: list[PageTable]
     history: TokenHistory | None
+    num_prompt_tokens: int
     drafted_position: int | None = None
 
 
@@ -127,6 +129,9 @@ class TorchWorker:
             vocab_size=self._model.vocab_size,
             num_records=[pool.num_records for pool in self.pools.pools],
         )
+        if self._model.expands_latents:
+            prompt_ends = [self._request(chunk.request_id).num_prompt_tokens for chunk in plan.chunks]
+            batch = with_expansion(batch, prompt_ends, self._model.kernels.exactness)
         return batch, self._model.decoder.forward(batch.inputs, self.pools.fields)
 
     def close(self) -> None:
@@ -154,7 +159,9 @@ class TorchWorker:
             prompt, output = tokens[: request.num_prompt_tokens], tokens[request.num_prompt_tokens :]
             history = TokenHistory(set(prompt), Counter(output))
         tables = [PageTable(pages) for pages in request.page_tables]
-        self._requests[request.request_id] = _RequestState(request.sampling, tables, history)
+        self._requests[request.request_id] = _RequestState(
+            request.sampling, tables, history, request.num_prompt_tokens
+        )
 
     def _update_pages(self, chunk: ChunkPlan, undo: list[Callable[[], object]]) -> None:
         """Applies replaced pages, then appends new ones; `undo` gets the way back."""
