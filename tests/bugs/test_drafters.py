@@ -20,7 +20,7 @@ GREEDY = SamplingParams(temperature=0.0)
 CACHE_BYTES = 256 << 20
 
 
-@pytest.fixture(scope="module", params=["kimi_linear", "qwen3_5"])
+@pytest.fixture(scope="module", params=["qwen3_5", pytest.param("kimi_linear", marks=pytest.mark.slow)])
 def model(request: Any, tmp_path_factory: Any) -> LoadedModel:
     path = tmp_path_factory.mktemp("model")
     return load_with_drafts(path, request.param, 3, num_modules=1, context=0.1)

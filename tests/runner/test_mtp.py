@@ -21,10 +21,12 @@ from tests.support.families import Shelf
 from milepost.core.plan import SamplingParams
 from milepost.core.request import Request
 from milepost.errors import WorkerError
+from milepost.kernels.api import select_kernels
 from milepost.kernels.index import AttentionIndex, RowSpan
 from milepost.models.inputs import StepInputs
 from milepost.models.loading import LoadedModel, load_model
 from milepost.runner.drafting import MtpRunner, ProcessedRows
+from milepost.runner.process_worker import ProcessWorker, WorkerSpec
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -36,14 +38,19 @@ class Models:
         self._root = root
         self._models: dict[str, LoadedModel] = {}
 
-    def get(
-        self, name: str, num_modules: int = 1, num_drafts: int = 4, context: float | None = 0.05
-    ) -> LoadedModel:
-        """`num_drafts` 0: the same checkpoint, loaded without its modules."""
+    def path(self, name: str, num_modules: int = 1, context: float | None = 0.05) -> Path:
+        """Directory of the checkpoint."""
         path = self._root / f"{name}-{num_modules}-{context}"
         if not path.exists():
             config, tensors = with_drafts(name, num_modules, context=context)
             write_checkpoint(path, config, tensors=tensors)
+        return path
+
+    def get(
+        self, name: str, num_modules: int = 1, num_drafts: int = 4, context: float | None = 0.05
+    ) -> LoadedModel:
+        """`num_drafts` 0: the same checkpoint, loaded without its modules."""
+        path = self.path(name, num_modules, context)
         key = f"{path}-{num_drafts}"
         if key not in self._models:
             self._models[key] = load_model(path, num_draft_tokens=num_drafts)
@@ -80,11 +87,11 @@ def plain(models: Models) -> Plain:
 
 CASES = [
     *((name, 1, 3, False, 64 << 20) for name in DRAFT_FAMILIES),
-    ("kimi_linear", 2, 5, True, 64 << 20),
     ("qwen3_5", 2, 5, True, 64 << 20),
-    ("kimi_k3", 3, 3, False, 64 << 20),
-    ("qwen3_next", 3, 8, False, 64 << 20),
-    ("kimi_linear", 2, 5, False, 900 << 10),
+    ("qwen3_5", 2, 5, False, 900 << 10),
+    pytest.param("kimi_linear", 2, 5, True, 64 << 20, marks=pytest.mark.slow),
+    pytest.param("kimi_k3", 3, 3, False, 64 << 20, marks=pytest.mark.slow),
+    pytest.param("qwen3_next", 3, 8, False, 64 << 20, marks=pytest.mark.slow),
 ]
 
 
@@ -126,6 +133,40 @@ def test_a_model_without_its_modules_answers_and_hits_alike(models: Models, plai
     without = plain.get(name, 1, 3)
     assert bare.tokens == without.tokens
     assert bare.cached == without.cached
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bf16": ("kimi_linear", {"dtype": "bfloat16"}),
+    "plain torch": ("qwen3_5", {"implementation": "reference"}),
+    "no recurrent layer": ("qwen3_5", {"layer_types": ["full_attention"] * 5}),
+}
+
+
+ALWAYS = "no recurrent layer"
+
+
+@pytest.mark.parametrize(
+    "variant", [ALWAYS, *(pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS if v != ALWAYS)]
+)
+def test_other_dtypes_kernels_and_patterns(variant: str, tmp_path: Path) -> None:
+    name, changes = VARIANTS[variant]
+    changes = dict(changes)
+    kernels = select_kernels(changes.pop("implementation", "auto"))
+    config, tensors = with_drafts(name, 2, context=0.1, **changes)
+    path = write_checkpoint(tmp_path, config, tensors=tensors)
+    model = load_model(path, num_draft_tokens=3, kernels=kernels)
+    without, engine = Engine(model), Engine(model, num_drafts=3, step_tokens=50)
+    cold = Engine(model, num_drafts=3, is_caching=False, step_tokens=2048)
+    for made in (without, engine, cold):
+        made.converse()
+        assert made.tokens == without.tokens
+    assert engine.cached == without.cached
+    assert engine.scheduler.cache.counters.num_accepted_draft_tokens > 50
+    assert_same_proposals(engine.proposed, cold.proposed, 200)
+    mine, theirs = engine.records(), without.records()
+    assert set(mine) == set(theirs)
+    if kernels.implementation == "native":
+        assert all(pages == theirs[key][0] for key, (pages, _) in mine.items())
 
 
 def test_choices_of_one_prompt(models: Models) -> None:
@@ -171,9 +212,16 @@ def differs(some: Sequence[Proposal], others: Sequence[Proposal]) -> bool:
     return False
 
 
+SLOW_CASES = [("kimi_k3", 2), ("qwen3_next", 1), ("qwen3_5_moe", 1)]
+
+
 @pytest.mark.parametrize(
     ("name", "num_modules"),
-    [("kimi_linear", 1), ("kimi_k3", 2), ("qwen3_next", 1), ("qwen3_5", 2), ("qwen3_5_moe", 1)],
+    [
+        ("kimi_linear", 1),
+        ("qwen3_5", 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES),
+    ],
 )
 def test_a_resumed_request_drafts_what_it_would_have_drafted(
     models: Models, name: str, num_modules: int
@@ -415,6 +463,26 @@ def test_planted_faults_are_seen_and_change_no_answer(
     mine, sound = engine.records(), warm.records()
     pages_differ = any(mine[key][0][-1] != sound[key][0][-1] for key in set(mine) & set(sound))
     assert pages_differ or differs(engine.proposed, cold.proposed)
+
+
+@pytest.mark.slow
+def test_a_worker_in_another_process_drafts_alike(models: Models) -> None:
+    """Plans that ask for drafts, and results that bring them, over the wire."""
+    model = models.get("qwen3_5", 2, 3)
+    here = Engine(model, num_drafts=3)
+    there = Engine(model, num_drafts=3)
+    there.worker.close()
+    spec = WorkerSpec(str(models.path("qwen3_5", 2)), None, UNIT, there.cache_bytes, 1, num_draft_tokens=3)
+    remote = ProcessWorker(spec)
+    try:
+        there.worker.execute = remote.execute  # type: ignore[method-assign]
+        there.worker.mapped_bytes = lambda: 0  # type: ignore[method-assign]
+        for engine in (here, there):
+            engine.run([Request(1, random_tokens(40, 131, seed=1), GREEDY, max_tokens=20)], None)
+        assert there.tokens == here.tokens
+        assert there.proposed == here.proposed and any(made.num_accepted for made in here.proposed)
+    finally:
+        remote.close()
 
 
 # -- refusals --------------------------------------------------------------------------------------
