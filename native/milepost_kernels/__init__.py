@@ -18,6 +18,8 @@ from milepost_kernels._native import (
     num_threads,
     numerics_id,
     pack,
+    pack_integers,
+    pack_mxfp4,
     rms_norm,
     set_isa,
     set_num_threads,
@@ -28,7 +30,8 @@ __version__ = "0.1.0"
 API_VERSION = 2
 """Raised with every change of a signature; Milepost refuses another one."""
 API_REVISION = 2
-"""Raised with every addition; Milepost does without what an older library lacks. 2: expanded latents."""
+"""Raised with every addition; Milepost does without what an older library lacks. 1: coded weights; 2: expanded
+latents."""
 
 __all__ = [
     "API_REVISION",
@@ -50,6 +53,8 @@ __all__ = [
     "num_threads",
     "numerics_id",
     "pack",
+    "pack_integers",
+    "pack_mxfp4",
     "rms_norm",
     "set_isa",
     "set_num_threads",

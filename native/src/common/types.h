@@ -25,13 +25,24 @@ struct Rows {
 
 constexpr int kPanel = 32;  // output columns per panel of a packed weight
 
+// How packed weights are coded. int8, int4: integers and, per column and `group` inputs, a bf16 scale.
+// mxfp4: E2M1 floats and, per column and 32 inputs, a power of two as E8M0.
+enum class Coding : int { plain, int8, int4, mxfp4 };
+constexpr int kMxfp4Group = 32;
+constexpr int kChunk = 8;  // inputs whose codes of one column lie together; a group is a multiple of it
+
 // Weights of `groups` linears [n, k], as panels [group][panel][k][32]. bf16 panels are [k / 2][32] pairs:
 // the low half of a 32-bit lane is an even k, the high half the odd one behind it (zero if k is odd).
 // A paired weight is gate over up: panel p holds 16 gate columns and then the 16 up columns with the
 // same numbers.
+// Coded weights are [panel][group][block]: a block holds the 32 scales, then chunks of eight inputs: for
+// int8 as [input][32] bytes, for nibbles as [32] lanes of 32 bits, where input 2 p + h of the chunk takes the
+// four bits from 4 p + 16 h.
 struct Packed {
   void* data = nullptr;
-  Type type = Type::f32;
+  Type type = Type::f32;  // of coded weights: bf16, which holds every code exactly
+  Coding coding = Coding::plain;
+  int64_t group = 1;  // inputs that share a scale
   int64_t groups = 1;
   int64_t n = 0;  // columns of the product; of a paired weight: of each half
   int64_t k = 0;
@@ -39,8 +50,15 @@ struct Packed {
 
   MP_INLINE int64_t columns_per_panel() const { return paired ? kPanel / 2 : kPanel; }
   MP_INLINE int64_t panels() const { return (n + columns_per_panel() - 1) / columns_per_panel(); }
-  MP_INLINE int64_t depth() const { return (k + 1) / 2 * 2; }  // k, padded to pairs
-  MP_INLINE int64_t panel_bytes() const { return depth() * kPanel * item_bytes(type); }
+  MP_INLINE int64_t scale_groups() const { return (k + group - 1) / group; }
+  // k, padded to pairs or to groups
+  MP_INLINE int64_t depth() const { return coding == Coding::plain ? (k + 1) / 2 * 2 : scale_groups() * group; }
+  MP_INLINE int64_t scale_bytes() const { return coding == Coding::mxfp4 ? kPanel : 2 * kPanel; }
+  MP_INLINE int64_t chunk_bytes() const { return kPanel * (coding == Coding::int8 ? kChunk : kChunk / 2); }
+  MP_INLINE int64_t block_bytes() const { return scale_bytes() + group / kChunk * chunk_bytes(); }
+  MP_INLINE int64_t panel_bytes() const {
+    return coding == Coding::plain ? depth() * kPanel * item_bytes(type) : scale_groups() * block_bytes();
+  }
   MP_INLINE int64_t bytes() const { return groups * panels() * panel_bytes(); }
 };
 
@@ -61,6 +79,13 @@ struct PackArgs {
   Rows source;              // [n, k] rows of group 0 (paired: [2n, k])
   int64_t group = 0;        // elements between groups
   int64_t column = 1;       // elements between neighbours along k
+  Packed target;
+};
+
+struct PackCodedArgs {
+  const uint8_t* codes;     // int8: [rows, k]; int4: [rows, k], one code per byte; mxfp4: [rows, k / 2], even k low
+  const uint8_t* scales;    // [rows, scale groups] of bf16, or of E8M0
+  int64_t code_stride, scale_stride;  // bytes between rows
   Packed target;
 };
 
@@ -199,6 +224,7 @@ struct KernelTable {
   // Bits that tell one CPU's roundings from another's, where an instruction leaves them open; else 0.
   uint32_t (*probe)();
   void (*pack)(const PackArgs&);
+  void (*pack_coded)(const PackCodedArgs&);
   void (*linear)(const LinearArgs&);
   void (*rms_norm)(const NormArgs&);
   void (*store_latents)(const StoreLatentsArgs&);

@@ -69,6 +69,18 @@ struct Accumulators {
       MP_UNROLL
       for (int v = 0; v < PANELS * VECS; v++) store(at(c, c_step, first_half, r, v), acc[r][v]);
   }
+  // c = scale * sums + c, with a scale per column; c counts as zero if `first`.
+  MP_INLINE void end_scaled(float* c, int64_t c_step, int first_half, const uint16_t* scales, bool first) const {
+    MP_UNROLL
+    for (int v = 0; v < PANELS * VECS; v++) {
+      const Vec scale = load_bf16(scales + (first_half + v % VECS) * kLanes);
+      MP_UNROLL
+      for (int r = 0; r < ROWS; r++) {
+        float* total = at(c, c_step, first_half, r, v);
+        store(total, fma(scale, acc[r][v], first ? zero() : load(total)));
+      }
+    }
+  }
   MP_INLINE void step(const float* x, const Vec* w) {
     MP_UNROLL
     for (int r = 0; r < ROWS; r++) {
@@ -79,14 +91,12 @@ struct Accumulators {
   }
 };
 
-// c[r][p * 32 + j] (+)= sum over k of x[k * x_step + r] * panel_p[k][j], for ROWS rows and PANELS panels,
-// k ascending. depth_pairs: depth and the rows behind it are even.
+// sums += x[k * x_step + r] * panel_p[k][j] for ROWS rows and PANELS panels, k ascending.
+// depth_pairs: depth and the rows behind it are even.
 template <Panel kind, int ROWS, int PANELS, int VECS>
-inline void multiply(const float* x, int64_t x_step, const char* panels, int64_t panel_bytes, int64_t depth,
-                     float* c, int64_t c_step, bool accumulate, int first_half) {
+MP_INLINE void multiply_onto(Accumulators<kind, ROWS, PANELS, VECS>& sums, const float* x, int64_t x_step,
+                             const char* panels, int64_t panel_bytes, int64_t depth, int first_half) {
   constexpr int kVecs = PANELS * VECS;
-  Accumulators<kind, ROWS, PANELS, VECS> sums;
-  sums.begin(c, c_step, first_half, accumulate);
   if (kind == Panel::depth_pairs) {
     for (int64_t pair = 0; pair < depth / 2; pair++, x += 2 * x_step) {
       const uint32_t* lanes[kVecs];
@@ -119,16 +129,23 @@ inline void multiply(const float* x, int64_t x_step, const char* panels, int64_t
       sums.step(x, w);
     }
   }
+}
+
+// c[r][p * 32 + j] (+)= the same.
+template <Panel kind, int ROWS, int PANELS, int VECS>
+inline void multiply(const float* x, int64_t x_step, const char* panels, int64_t panel_bytes, int64_t depth,
+                     float* c, int64_t c_step, bool accumulate, int first_half) {
+  Accumulators<kind, ROWS, PANELS, VECS> sums;
+  sums.begin(c, c_step, first_half, accumulate);
+  multiply_onto(sums, x, x_step, panels, panel_bytes, depth, first_half);
   sums.end(c, c_step, first_half);
 }
 
 #if defined(MP_DOT)
 // The same for rows and weights that are both bf16 pairs: x[pair * x_step + r] as 32-bit lanes.
 template <int ROWS, int PANELS>
-inline void multiply_dot(const uint32_t* x, int64_t x_step, const char* panels, int64_t panel_bytes, int64_t pairs,
-                         float* c, int64_t c_step, bool accumulate) {
-  Accumulators<Panel::depth_pairs, ROWS, PANELS, 2> sums;
-  sums.begin(c, c_step, 0, accumulate);
+MP_INLINE void multiply_dot_onto(Accumulators<Panel::depth_pairs, ROWS, PANELS, 2>& sums, const uint32_t* x,
+                                 int64_t x_step, const char* panels, int64_t panel_bytes, int64_t pairs) {
   for (int64_t pair = 0; pair < pairs; pair++, x += x_step) {
     __m512bh w[PANELS * 2];
     MP_UNROLL
@@ -141,6 +158,13 @@ inline void multiply_dot(const uint32_t* x, int64_t x_step, const char* panels, 
       for (int v = 0; v < PANELS * 2; v++) sums.acc[r][v].v = _mm512_dpbf16_ps(sums.acc[r][v].v, xr, w[v]);
     }
   }
+}
+template <int ROWS, int PANELS>
+inline void multiply_dot(const uint32_t* x, int64_t x_step, const char* panels, int64_t panel_bytes, int64_t pairs,
+                         float* c, int64_t c_step, bool accumulate) {
+  Accumulators<Panel::depth_pairs, ROWS, PANELS, 2> sums;
+  sums.begin(c, c_step, 0, accumulate);
+  multiply_dot_onto(sums, x, x_step, panels, panel_bytes, pairs);
   sums.end(c, c_step, 0);
 }
 template <int ROWS>
@@ -185,7 +209,6 @@ inline void multiply_pairs(int64_t rows, const uint32_t* x, int64_t x_step, cons
                      true);
 }
 #endif
-#undef MP_ROW_FUNCTIONS
 
 // One panel of an attention tile for `rows` <= kTileRows rows.
 inline void multiply_rows(Type type, int64_t rows, const float* x, int64_t x_step, const char* panel, int64_t depth,
@@ -238,10 +261,10 @@ inline void pack_rows(const LinearArgs& a, int64_t group, int64_t first, int64_t
     const char* source = a.x.at(row, group * a.x_group);
     for (int64_t k = 0; k < a.weight.depth(); k += kLanes) {
       const int64_t left = a.weight.depth() - k, n = left < kLanes ? left : kLanes;
-      const int64_t given = a.weight.k - k < n ? a.weight.k - k : n;
+      const int64_t rest = a.weight.k - k < n ? a.weight.k - k : n, given = rest < 0 ? 0 : rest;
       if (dot) {
         uint32_t pairs[kLanes / 2] = {};
-        std::memcpy(pairs, source + k * 2, size_t(given) * 2);
+        if (given > 0) std::memcpy(pairs, source + k * 2, size_t(given) * 2);
         for (int64_t i = 0; i < n / 2; i++)
           reinterpret_cast<uint32_t*>(target)[(k / 2 + i) * count + r] = pairs[i];
         continue;
@@ -331,6 +354,9 @@ inline void linear_item(const void* job_pointer, int64_t item) {
   }
 }
 
+// Coded weights have products of their own: coded.h.
+inline ItemFunction function_of(const LinearArgs& a);
+
 inline void linear(const LinearArgs& a) {
   const Packed& w = a.weight;
   if (a.rows == 0 || w.n == 0) return;
@@ -346,12 +372,7 @@ inline void linear(const LinearArgs& a) {
   job.panel_items = (w.panels() + job.panels_per_item - 1) / job.panels_per_item;
   const bool parallel = !a.serial && w.groups * w.n * w.k * (a.rows + 8) > (1 << 20);
   run_items(w.groups * job.tiles, pack_item, &job, parallel && a.rows > 32);
-  ItemFunction function = linear_item<Form::wide>;
-  if (form_of(a) == Form::mixed) function = linear_item<Form::mixed>;
-#if defined(MP_DOT)
-  if (form_of(a) == Form::dot) function = linear_item<Form::dot>;
-#endif
-  run_items(w.groups * job.blocks * job.panel_items, function, &job, parallel);
+  run_items(w.groups * job.blocks * job.panel_items, function_of(a), &job, parallel);
 }
 
 // Column `column` of the product is row `source_row` of the weights; -1: padding.

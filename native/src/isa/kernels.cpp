@@ -40,7 +40,7 @@ uint32_t probe() {
 #endif
 }
 
-const KernelTable kernel_table = {MP_STRING(MP_ISA), kFused, probe, pack, linear, rms_norm, store_latents, attend, gqa_begin, gqa_end, kda, moe};
+const KernelTable kernel_table = {MP_STRING(MP_ISA), kFused, probe, pack, pack_coded, linear, rms_norm, store_latents, attend, gqa_begin, gqa_end, kda, moe};
 
 const KernelTable& table() { return kernel_table; }
 

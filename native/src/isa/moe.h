@@ -2,7 +2,7 @@
 // fixed order of sums per token.
 #pragma once
 
-#include "isa/gemm.h"
+#include "isa/coded.h"
 
 namespace milepost {
 namespace MP_ISA {

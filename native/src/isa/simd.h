@@ -17,6 +17,10 @@ namespace MP_ISA {
 
 constexpr int kLanes = 16;
 
+// Values of four-bit codes: two's complement integers, and E2M1 floats.
+alignas(64) constexpr float kInt4Values[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
+alignas(64) constexpr float kE2m1Values[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
+                                               -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
 
 #if defined(MP_AVX512)
 
@@ -74,6 +78,31 @@ inline Vec pair_low(const uint32_t* p) {
 }
 inline Vec pair_high(const uint32_t* p) {
   return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(int(0xFFFF0000u))))};
+}
+// The other way: two vectors of values that are bf16 already.
+inline __m512i pair_bits(Vec low, Vec high) {
+  return _mm512_mask_blend_epi16(0xAAAAAAAAu, _mm512_srli_epi32(_mm512_castps_si512(low.v), 16),
+                                 _mm512_castps_si512(high.v));
+}
+inline void store_pairs(uint32_t* p, Vec low, Vec high) { _mm512_storeu_si512(p, pair_bits(low, high)); }
+// Sixteen codes; those of four bits from bit SHIFT of each lane.
+inline Vec load_i8(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+template <int SHIFT>
+inline Vec nibbles(const uint32_t* p, const float* table) {
+  const __m512i lanes = _mm512_loadu_si512(p), index = SHIFT == 0 ? lanes : _mm512_srli_epi32(lanes, SHIFT);
+  // A permutation reads the lowest four bits of its index.
+  return {_mm512_permutexvar_ps(index, _mm512_loadu_ps(table))};
+}
+template <int SHIFT>
+inline Vec load_i4(const uint32_t* p) { return nibbles<SHIFT>(p, kInt4Values); }
+template <int SHIFT>
+inline Vec load_e2m1(const uint32_t* p) { return nibbles<SHIFT>(p, kE2m1Values); }
+// 2^(code - 127); code 1 to 254.
+inline Vec load_e8m0(const uint8_t* p) {
+  __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 23))};
 }
 inline float sum_of_eight(__m256 x) {
   __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -177,6 +206,40 @@ inline __m256 high_halves(const uint32_t* p) {
 }
 inline Vec pair_low(const uint32_t* p) { MP_EACH(low_halves(p), low_halves(p + 8)); }
 inline Vec pair_high(const uint32_t* p) { MP_EACH(high_halves(p), high_halves(p + 8)); }
+inline void store_pairs(uint32_t* p, __m256 low, __m256 high) {
+  __m256i pairs = _mm256_blend_epi16(_mm256_srli_epi32(_mm256_castps_si256(low), 16), _mm256_castps_si256(high), 0xAA);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), pairs);
+}
+inline void store_pairs(uint32_t* p, Vec low, Vec high) {
+  store_pairs(p, low.a, high.a);
+  store_pairs(p + 8, low.b, high.b);
+}
+inline __m256 eight_i8(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+inline Vec load_i8(const int8_t* p) { MP_EACH(eight_i8(p), eight_i8(p + 8)); }
+template <int SHIFT>
+inline __m256 eight_i4(const uint32_t* p) {
+  __m256i lanes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(lanes, 28 - SHIFT), 28));
+}
+template <int SHIFT>
+inline Vec load_i4(const uint32_t* p) { MP_EACH(eight_i4<SHIFT>(p), eight_i4<SHIFT>(p + 8)); }
+template <int SHIFT>
+inline __m256 eight_e2m1(const uint32_t* p) {
+  __m256i lanes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  // A permutation reads the lowest three bits of its index: the magnitude. The fourth is the sign.
+  __m256 magnitude = _mm256_permutevar8x32_ps(_mm256_loadu_ps(kE2m1Values), _mm256_srli_epi32(lanes, SHIFT));
+  __m256i sign = _mm256_and_si256(_mm256_slli_epi32(lanes, 28 - SHIFT), _mm256_set1_epi32(int(0x80000000u)));
+  return _mm256_xor_ps(magnitude, _mm256_castsi256_ps(sign));
+}
+template <int SHIFT>
+inline Vec load_e2m1(const uint32_t* p) { MP_EACH(eight_e2m1<SHIFT>(p), eight_e2m1<SHIFT>(p + 8)); }
+inline __m256 eight_e8m0(const uint8_t* p) {
+  __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 23));
+}
+inline Vec load_e8m0(const uint8_t* p) { MP_EACH(eight_e8m0(p), eight_e8m0(p + 8)); }
 inline float sum(Vec a) {
   __m256 x = _mm256_add_ps(a.a, a.b);
   __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -226,8 +289,10 @@ inline Vec each(F f) {
 }
 template <class F>
 inline Vec each_lane(F f) {
+  float lanes[16];
+  for (int i = 0; i < 16; i++) lanes[i] = f(i);
   Vec r;
-  for (int i = 0; i < 16; i++) r.q[i / 4][i % 4] = f(i);
+  std::memcpy(&r, lanes, 64);
   return r;
 }
 inline uint32_t lane_bits(const Vec& a, int i) {
@@ -274,6 +339,15 @@ inline void store_bf16(uint16_t* p, Vec a) {
 }
 inline Vec pair_low(const uint32_t* p) { return each_lane([&](int i) { return float_of(p[i] << 16); }); }
 inline Vec pair_high(const uint32_t* p) { return each_lane([&](int i) { return float_of(p[i] & 0xFFFF0000u); }); }
+inline void store_pairs(uint32_t* p, Vec low, Vec high) {
+  for (int i = 0; i < 16; i++) p[i] = lane_bits(low, i) >> 16 | (lane_bits(high, i) & 0xFFFF0000u);
+}
+inline Vec load_i8(const int8_t* p) { return each_lane([&](int i) { return float(p[i]); }); }
+template <int SHIFT>
+inline Vec load_i4(const uint32_t* p) { return each_lane([&](int i) { return kInt4Values[p[i] >> SHIFT & 15]; }); }
+template <int SHIFT>
+inline Vec load_e2m1(const uint32_t* p) { return each_lane([&](int i) { return kE2m1Values[p[i] >> SHIFT & 15]; }); }
+inline Vec load_e8m0(const uint8_t* p) { return each_lane([&](int i) { return float_of(uint32_t(p[i]) << 23); }); }
 inline float sum(Vec a) {
   Quad x = a.q[0] + a.q[2], y = a.q[1] + a.q[3];
   Quad z = x + y;

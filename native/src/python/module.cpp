@@ -498,6 +498,14 @@ NB_MODULE(_native, m) {
       .def_prop_ro("groups", [](const PackedWeight& w) { return w.view().groups; });
   m.def("pack", [](handle weight, bool paired) { return new PackedWeight(weight, paired); }, "weight"_a,
         "paired"_a = false, nb::rv_policy::take_ownership);
+  m.def("pack_integers",
+        [](handle values, handle scales, int bits, int64_t group, bool paired) {
+          return new PackedWeight(values, scales, bits, group, paired);
+        },
+        "values"_a, "scales"_a, "bits"_a, "group"_a, "paired"_a = false, nb::rv_policy::take_ownership);
+  m.def("pack_mxfp4",
+        [](handle packed, handle scales, bool paired) { return new PackedWeight(packed, scales, paired); }, "packed"_a,
+        "scales"_a, "paired"_a = false, nb::rv_policy::take_ownership);
   nb::class_<Experts>(m, "Experts").def(nb::init<nb::list, nb::list>(), "gate_up"_a, "down"_a);
   nb::class_<AttentionPlan>(m, "AttentionPlan")
       .def(nb::init<nb::list, nb::handle, nb::handle, nb::handle, nb::list>(), "spans"_a, "page_tables"_a, "write_pages"_a,

@@ -24,10 +24,7 @@ PackedWeight::PackedWeight(nb::handle weight, bool paired) {
   packed_.k = w.shape[size_t(row) + 1];
   packed_.paired = paired;
   if (packed_.groups < 1 || packed_.n < 1 || packed_.k < 1) bad_value("weight", "must not be empty");
-  const size_t bytes = (size_t(packed_.bytes()) + 63) / 64 * 64;
-  memory_.reset(std::aligned_alloc(64, bytes));
-  if (!memory_) throw std::bad_alloc();
-  packed_.data = memory_.get();
+  allocate();
   PackArgs args{};
   args.source = Rows{w.data, w.type(), w.strides[size_t(row)]};
   args.group = grouped ? w.strides[0] : 0;
@@ -35,6 +32,62 @@ PackedWeight::PackedWeight(nb::handle weight, bool paired) {
   args.target = packed_;
   nb::gil_scoped_release release;
   kernels().pack(args);
+}
+
+void PackedWeight::allocate() {
+  memory_.reset(std::aligned_alloc(64, (size_t(packed_.bytes()) + 63) / 64 * 64));
+  if (!memory_) throw std::bad_alloc();
+  packed_.data = memory_.get();
+}
+
+PackedWeight::PackedWeight(nb::handle values, nb::handle scales, int bits, int64_t group, bool paired) {
+  const Tensor v = Tensor::from(values, "values", 2, kI8, 1), s = Tensor::from(scales, "scales", 2, kBf16, 1);
+  if (bits != 4 && bits != 8) bad_value("bits", "must be 4 or 8");
+  if (group < kChunk || group > 1024 || group % kChunk != 0) bad_value("group", "must be a multiple of 8 up to 1024");
+  const int limit = bits == 4 ? 8 : 128;
+  int wrong = 0;
+  for (int64_t row = 0; row < v.shape[0]; row++) {
+    const int8_t* p = reinterpret_cast<const int8_t*>(v.data) + row * v.strides[0];
+    for (int64_t k = 0; k < v.shape[1]; k++) wrong |= p[k] < -limit || p[k] >= limit;
+  }
+  if (wrong) bad_value("values", "must lie in [-8, 7] for 4 bits");
+  packed_.coding = bits == 4 ? Coding::int4 : Coding::int8;
+  packed_.group = group;
+  packed_.k = v.shape[1];
+  pack_coded(v, s, paired);
+}
+
+PackedWeight::PackedWeight(nb::handle packed, nb::handle scales, bool paired) {
+  const Tensor v = Tensor::from(packed, "packed", 2, kU8, 1), s = Tensor::from(scales, "scales", 2, kU8, 1);
+  if (v.shape[1] % (kMxfp4Group / 2) != 0) bad_value("packed", "must hold whole groups of 32 values");
+  // Beyond these, decoded values are denormal or overflow, which the decoder does not do.
+  for (int64_t row = 0; row < s.shape[0]; row++)
+    for (int64_t g = 0; g < s.shape[1]; g++) {
+      const uint8_t code = uint8_t(s.data[row * s.strides[0] + g]);
+      if (code < 2 || code > 252) bad_value("scales", "must lie in [2, 252]; decode the others");
+    }
+  packed_.coding = Coding::mxfp4;
+  packed_.group = kMxfp4Group;
+  packed_.k = 2 * v.shape[1];
+  pack_coded(v, s, paired);
+}
+
+void PackedWeight::pack_coded(const Tensor& codes, const Tensor& scales, bool paired) {
+  if (paired && codes.shape[0] % 2 != 0) bad_value("weight", "gate and up must have the same number of rows");
+  packed_.type = Type::bf16;
+  packed_.n = codes.shape[0] / (paired ? 2 : 1);
+  packed_.paired = paired;
+  if (packed_.n < 1 || packed_.k < 1) bad_value("weight", "must not be empty");
+  scales.check_shape({codes.shape[0], packed_.scale_groups()});
+  allocate();
+  PackCodedArgs args{};
+  args.codes = reinterpret_cast<const uint8_t*>(codes.data);
+  args.scales = reinterpret_cast<const uint8_t*>(scales.data);
+  args.code_stride = codes.strides[0];
+  args.scale_stride = scales.strides[0] * (scales.dtype == Dtype::bf16 ? 2 : 1);
+  args.target = packed_;
+  nb::gil_scoped_release release;
+  kernels().pack_coded(args);
 }
 
 Experts::Experts(nb::list gate_up_list, nb::list down_list) : owners_gate_up_(gate_up_list), owners_down_(down_list) {

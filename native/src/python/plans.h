@@ -13,9 +13,16 @@ class PackedWeight {
  public:
   // weight [n, k], or [groups, n, k]; paired: [2n, k], gate over up.
   PackedWeight(nb::handle weight, bool paired);
+  // Integers int8 [n, k] (paired: [2n, k]) of `bits` bits, with one bf16 scale per row and `group` inputs.
+  PackedWeight(nb::handle values, nb::handle scales, int bits, int64_t group, bool paired);
+  // E2M1 floats uint8 [n, k / 2], the even input in the low half of a byte; E8M0 scales uint8 [n, k / 32].
+  PackedWeight(nb::handle packed, nb::handle scales, bool paired);
   const Packed& view() const { return packed_; }
 
  private:
+  void pack_coded(const Tensor& codes, const Tensor& scales, bool paired);
+  void allocate();
+
   struct Free {
     void operator()(void* p) const;
   };

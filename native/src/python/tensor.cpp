@@ -58,9 +58,12 @@ void fill(Tensor& t, const DlTensor& d, unsigned dtypes) {
   if (is(2, 32)) { t.dtype = Dtype::f32; flag = kF32; }
   if (is(4, 16)) { t.dtype = Dtype::bf16; flag = kBf16; }
   if (is(0, 64)) { t.dtype = Dtype::i64; flag = kI64; }
+  if (is(0, 8)) { t.dtype = Dtype::i8; flag = kI8; }
+  if (is(1, 8)) { t.dtype = Dtype::u8; flag = kU8; }
   if (d.dtype.lanes != 1 || (flag & dtypes) == 0) {
     std::string wanted;
-    for (auto [bit, label] : {std::pair{kF32, "float32"}, std::pair{kBf16, "bfloat16"}, std::pair{kI64, "int64"}})
+    for (auto [bit, label] : {std::pair{kF32, "float32"}, std::pair{kBf16, "bfloat16"}, std::pair{kI64, "int64"},
+                              std::pair{kI8, "int8"}, std::pair{kU8, "uint8"}})
       if (dtypes & bit) wanted += (wanted.empty() ? "" : " or ") + std::string(label);
     throw nb::type_error((std::string(t.name) + ": dtype must be " + wanted).c_str());
   }

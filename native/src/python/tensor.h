@@ -26,9 +26,9 @@ struct DlTensor {
   uint64_t byte_offset;
 };
 
-enum class Dtype { f32, bf16, i64 };
+enum class Dtype { f32, bf16, i64, i8, u8 };
 constexpr int kAnyDims = -1;
-constexpr unsigned kF32 = 1, kBf16 = 2, kI64 = 4, kFloats = kF32 | kBf16;
+constexpr unsigned kF32 = 1, kBf16 = 2, kI64 = 4, kI8 = 8, kU8 = 16, kFloats = kF32 | kBf16;
 
 // A checked view. Borrowed: valid while the Python object lives, which the call guarantees.
 class Tensor {
@@ -56,7 +56,14 @@ class Tensor {
   void check_type(Type wanted) const;
 
  private:
-  int64_t item() const { return dtype == Dtype::i64 ? 8 : dtype == Dtype::f32 ? 4 : 2; }
+  int64_t item() const {
+    switch (dtype) {
+      case Dtype::i64: return 8;
+      case Dtype::f32: return 4;
+      case Dtype::bf16: return 2;
+      default: return 1;
+    }
+  }
 };
 
 [[noreturn]] void bad_value(const char* name, const std::string& message);
