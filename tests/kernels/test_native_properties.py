@@ -18,8 +18,11 @@ from tests.kernels.native_support import DTYPES, ISAS, NAN, randn, same_bits, sh
 
 from milepost.kernels.api import OPERATIONS, select_kernels
 from milepost.kernels.arguments import KdaInputs, KdaParams, MoeParams
+from milepost.kernels.native_library import native_library
+from milepost.kernels.reference_coded import IntegerWeight, Mxfp4Weight, quantized
 from milepost.kernels.reference_gdn import GdnInputs, GdnParams
 from milepost.kernels.reference_gqa import GqaInputs, GqaParams, inverse_frequencies
+from milepost.kernels.schemes import IntegerScheme
 
 ROWS = 37
 UNIT = 16
@@ -181,6 +184,47 @@ def moe(ops: Any, dtype: torch.dtype) -> Any:
     return lambda rows, first: ops.moe(rows[0], rows[2], params, shared=None, residual=rows[1].clone())
 
 
+# -------------------------------------------------------- the same with weights of few bits
+
+INT8, INT4 = IntegerScheme(8, 64), IntegerScheme(4, 8)
+
+
+def integers(
+    rows: int, width: int, dtype: torch.dtype, scheme: IntegerScheme, seed: int = 50
+) -> IntegerWeight:
+    return quantized(randn(rows, width, seed=seed, dtype=dtype), scheme)
+
+
+def linear_int8(ops: Any, dtype: torch.dtype) -> Any:
+    weight = ops.pack_linear(integers(33, 21, dtype, INT8))
+    return lambda rows, first: ops.linear(rows[0], weight, residual=rows[1].clone())
+
+
+def linear_parts_mxfp4(ops: Any, dtype: torch.dtype) -> Any:
+    generator = torch.Generator().manual_seed(50)
+    packed = torch.randint(0, 256, (33, 32), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(120, 130, (33, 2), generator=generator, dtype=torch.uint8)
+    weight = ops.pack_linear(Mxfp4Weight(packed, scales, dtype), name="x", parts=(5, 28))
+    return lambda rows, first: torch.cat(ops.linear_parts(rows[0], weight), dim=1)
+
+
+def linear_swiglu_int4(ops: Any, dtype: torch.dtype) -> Any:
+    weight = ops.pack_swiglu(integers(2 * 19, 21, dtype, INT4), name="x")
+    return lambda rows, first: ops.linear_swiglu(rows[0], weight)
+
+
+def moe_int4(ops: Any, dtype: torch.dtype) -> Any:
+    experts = [
+        tuple(
+            integers(*shape, dtype, INT4, seed=60 + 3 * e + n)
+            for n, shape in enumerate([(7, 20), (7, 20), (20, 7)])
+        )
+        for e in range(5)
+    ]
+    params = MoeParams(0.2 * randn(5, seed=50), 2, True, 2.4, ops.pack_experts(experts))
+    return lambda rows, first: ops.moe(rows[0], rows[2], params, shared=None, residual=rows[1].clone())
+
+
 KERNELS = {
     "embedding": Kernel((21,), embedding),
     "linear": Kernel((21, 33), linear),
@@ -195,6 +239,14 @@ KERNELS = {
     "gdn_mixer": Kernel((112, 48, 4, 4), gdn_mixer, gates=(1, 2, 3)),
     "moe": Kernel((20, 20, 5), moe, gates=(2,), num_fp32=1),
 }
+
+if native_library().has_coded_weights:
+    KERNELS |= {
+        "linear, int8": Kernel((21, 33), linear_int8),
+        "linear_parts, mxfp4": Kernel((64,), linear_parts_mxfp4),
+        "linear_swiglu, int4": Kernel((21,), linear_swiglu_int4, gates=(0,)),
+        "moe, int4": Kernel((20, 20, 5), moe_int4, gates=(2,), num_fp32=1),
+    }
 
 every_isa = pytest.mark.parametrize("isa", ISAS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)

@@ -18,7 +18,7 @@ from milepost.errors import ConfigError
 from milepost.kernels import reference_layers
 from milepost.kernels.arguments import KdaInputs, KdaParams, MoeParams
 from milepost.kernels.native import NativeOperations
-from milepost.kernels.native_library import EXPANDED_REASON, native_library
+from milepost.kernels.native_library import CODED_REASON, EXPANDED_REASON, native_library
 
 __all__ = [
     "NATIVE",
@@ -87,19 +87,22 @@ OPERATIONS: tuple[str, ...] = tuple(
 )
 
 
-def select_kernels(implementation: str = "auto", *, exactness: str = EXACT) -> Kernels:
+def select_kernels(
+    implementation: str = "auto", *, exactness: str = EXACT, coded_weights: bool = False
+) -> Kernels:
     """Implementations for this process.
 
     Args:
         implementation: "auto" = native where the library is there, else reference; or the name of one.
         exactness: one of `config.EXACTNESS_MODES`.
+        coded_weights: weights may be integers, which an older library cannot multiply by.
 
     Raises:
         ConfigError: an unknown name, "native" where the library is not usable, or a mode for which it is
             too old.
     """
     check_exactness(exactness)
-    chosen = _select(implementation)
+    chosen = _select(implementation, coded_weights)
     if exactness == EXACT:
         return chosen
     if chosen.implementation == NATIVE and not native_library().expands_latents:
@@ -107,12 +110,16 @@ def select_kernels(implementation: str = "auto", *, exactness: str = EXACT) -> K
     return replace(chosen, exactness=exactness, numerics=f"{chosen.numerics}+{exactness}")
 
 
-def _select(implementation: str) -> Kernels:
+def _select(implementation: str, coded_weights: bool) -> Kernels:
     if implementation not in ("auto", REFERENCE, NATIVE):
         raise ConfigError("kernels", f"{implementation!r} is unknown; use auto, {NATIVE} or {REFERENCE}")
     if implementation == REFERENCE:
         return _kernels(reference_layers, REFERENCE, "asked for", _reference_numerics())
     library = native_library()
+    if library.module is not None and coded_weights and not library.has_coded_weights:
+        if implementation == NATIVE:
+            raise ConfigError("kernels", CODED_REASON)
+        return _kernels(reference_layers, REFERENCE, CODED_REASON, _reference_numerics())
     if library.module is not None:
         numerics = library.module.numerics_id()
         return _kernels(NativeOperations(library.module), NATIVE, library.reason, numerics)

@@ -15,9 +15,12 @@ from typing import Any
 
 import torch
 
+from milepost.errors import ConfigError
 from milepost.kernels.arguments import KdaInputs, KdaParams, MoeParams
 from milepost.kernels.index import AttentionIndex, RecurrentIndex, RowSpan
+from milepost.kernels.native_library import CODED_REASON, NativeLibrary
 from milepost.kernels.reference import ExpertWeights
+from milepost.kernels.reference_coded import IntegerWeight, Matrix, Mxfp4Weight, stacked
 from milepost.kernels.reference_gdn import GdnInputs, GdnParams
 from milepost.kernels.reference_gqa import GqaInputs, GqaParams
 
@@ -39,6 +42,34 @@ class NativeLinear:
     bounds: tuple[tuple[int, int], ...] = ()
 
 
+class DecodedOnUse:
+    """A weight of 4-bit floats for a library that lacks them: decoded and packed anew by every product.
+
+    Attributes: as those of `NativeLinear`.
+    """
+
+    def __init__(
+        self, library: ModuleType, weight: Mxfp4Weight, name: str, bounds: tuple[tuple[int, int], ...]
+    ) -> None:
+        self._library = library
+        self._weight = weight
+        self.name = name
+        self.out_features = weight.shape[0]
+        self.dtype = weight.dtype
+        self.bounds = bounds
+
+    @property
+    def packed(self) -> Any:
+        return self._library.pack(self._weight.decode())
+
+
+MXFP4_SCALES = (2, 252)
+"""E8M0 codes between which no decoded value is denormal or overflows; weights beyond are kept decoded."""
+
+
+AnyLinear = NativeLinear | DecodedOnUse
+
+
 class Workspace:
     """Result buffers of one thread. Each grows to the largest number of rows asked for."""
 
@@ -57,7 +88,7 @@ class Workspace:
             view = self._views[key] = self._buffer(name, num_rows, width, dtype)[:num_rows]
         return view
 
-    def parts(self, weight: NativeLinear, num_rows: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    def parts(self, weight: AnyLinear, num_rows: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The result buffer of a weight, and its parts."""
         key = (weight.name, num_rows, weight.out_features, weight.dtype)
         whole = self.rows(*key)
@@ -91,18 +122,21 @@ class NativeOperations:
 
     def __init__(self, library: ModuleType) -> None:
         self._library = library
+        self._has_coded = NativeLibrary(library, "").has_coded_weights
         self._local = _PerThread()
 
-    def pack_linear(self, weight: torch.Tensor, *, name: str = "", parts: Sequence[int] = ()) -> NativeLinear:
+    def pack_linear(self, weight: Matrix, *, name: str = "", parts: Sequence[int] = ()) -> AnyLinear:
         bounds = []
         first = 0
         for columns in parts:
             bounds.append((first, first + columns))
             first += columns
-        return NativeLinear(self._library.pack(weight), name, weight.shape[0], weight.dtype, tuple(bounds))
+        if isinstance(weight, Mxfp4Weight) and not self._has_coded:
+            return DecodedOnUse(self._library, weight, name, tuple(bounds))
+        return NativeLinear(self._pack(weight), name, weight.shape[0], weight.dtype, tuple(bounds))
 
-    def pack_swiglu(self, gate_up: torch.Tensor, *, name: str = "") -> NativeLinear:
-        packed = self._library.pack(gate_up, paired=True)
+    def pack_swiglu(self, gate_up: Matrix, *, name: str = "") -> NativeLinear:
+        packed = self._pack(gate_up, paired=True)
         return NativeLinear(packed, name, gate_up.shape[0] // 2, gate_up.dtype)
 
     def pack_heads(self, weight: torch.Tensor) -> NativeLinear:
@@ -111,8 +145,24 @@ class NativeOperations:
         return NativeLinear(packed, "heads", num_heads * out_features, weight.dtype)
 
     def pack_experts(self, experts: Sequence[ExpertWeights]) -> Any:
-        gate_up = [self._library.pack(torch.cat([gate, up]), paired=True) for gate, up, _ in experts]
-        return self._library.Experts(gate_up, [self._library.pack(down) for _, _, down in experts])
+        gate_up = [self._pack(stacked([gate, up]), paired=True) for gate, up, _ in experts]
+        return self._library.Experts(gate_up, [self._pack(down) for _, _, down in experts])
+
+    def _pack(self, weight: Matrix, *, paired: bool = False) -> Any:
+        if isinstance(weight, torch.Tensor):
+            return self._library.pack(weight, paired=paired)
+        if not self._has_coded:
+            raise ConfigError("kernels", CODED_REASON)
+        if isinstance(weight, IntegerWeight):
+            scheme = weight.scheme
+            return self._library.pack_integers(weight.codes, weight.scales, scheme.bits, scheme.group, paired)
+        return self._pack_mxfp4(weight, paired)
+
+    def _pack_mxfp4(self, weight: Mxfp4Weight, paired: bool) -> Any:
+        lowest, highest = (int(code) for code in weight.scales.aminmax())
+        if MXFP4_SCALES[0] <= lowest and highest <= MXFP4_SCALES[1]:
+            return self._library.pack_mxfp4(weight.packed, weight.scales, paired)
+        return self._library.pack(weight.decode(), paired=paired)
 
     def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         result = torch.empty(token_ids.shape[0], table.shape[1], dtype=table.dtype)
@@ -122,7 +172,7 @@ class NativeOperations:
     def linear(
         self,
         x: torch.Tensor,
-        weight: NativeLinear,
+        weight: AnyLinear,
         *,
         residual: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
@@ -134,7 +184,7 @@ class NativeOperations:
         self._library.linear(x, weight.packed, result, residual)
         return result
 
-    def linear_parts(self, x: torch.Tensor, weight: NativeLinear) -> tuple[torch.Tensor, ...]:
+    def linear_parts(self, x: torch.Tensor, weight: AnyLinear) -> tuple[torch.Tensor, ...]:
         result, parts = self._local.workspace.parts(weight, x.shape[0])
         self._library.linear(x, weight.packed, result)
         return parts

@@ -23,6 +23,12 @@ EXPANDED_REASON = (
     f"the installed {DISTRIBUTION} is older than expanded latents (interface revision {EXPANDED_REVISION}); "
     "`make native` rebuilds it"
 )
+CODED_REVISION = 1
+"""Revision of the interface that brought weights of few bits; one of an older library is 0."""
+CODED_REASON = (
+    f"the installed {DISTRIBUTION} is older than weights of few bits (interface revision {CODED_REVISION}); "
+    "`make native` rebuilds it"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,11 @@ class NativeLibrary:
     def expands_latents(self) -> bool:
         """Whether attention can expand latents to keys and values."""
         return getattr(self.module, "API_REVISION", 0) >= EXPANDED_REVISION
+
+    @property
+    def has_coded_weights(self) -> bool:
+        """Whether it multiplies by weights of few bits."""
+        return getattr(self.module, "API_REVISION", 0) >= CODED_REVISION
 
 
 @functools.cache

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from milepost.kernels.index import AttentionIndex, RecurrentIndex
+from milepost.kernels.reference_coded import Matrix, coded_linear
 from milepost.kernels.reference_experts import expert_sum
 from milepost.kernels.rowwise import on_full_vectors
 
@@ -23,12 +24,14 @@ RENORMALIZE_EPS = 1e-20
 MAX_SCORES = 1 << 22
 """Attention scores held at a time (query rows x heads x keys)."""
 
-ExpertWeights = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+ExpertWeights = tuple[Matrix, Matrix, Matrix]
 """gate [inner, D], up [inner, D], down [D, inner] (hub names w1, w3, w2)."""
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [N, in] times weight [out, in] -> [N, out] in the dtype of both."""
+def linear(x: torch.Tensor, weight: Matrix) -> torch.Tensor:
+    """x [N, in] times weight [out, in] -> [N, out] in the weight's dtype, which is x's if it is not coded."""
+    if not isinstance(weight, torch.Tensor):
+        return coded_linear(x, weight)
     # Contiguous: with a stride, rows at other alignments may be rounded differently.
     return F.linear(x.contiguous(), weight)
 
@@ -247,5 +250,5 @@ def routed_experts(
 
 def _swiglu(expert: ExpertWeights, rows: torch.Tensor) -> torch.Tensor:
     gate, up, down = expert
-    inner = (F.silu(F.linear(rows, gate).float()) * F.linear(rows, up).float()).to(rows.dtype)
-    return F.linear(inner, down)
+    inner = (F.silu(linear(rows, gate).float()) * linear(rows, up).float()).to(rows.dtype)
+    return linear(inner, down)

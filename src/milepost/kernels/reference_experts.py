@@ -1,4 +1,4 @@
-"""Experts of every family in plain torch: routers, activations, packed weights."""
+"""Experts of every family in plain torch: routers and activations."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from milepost.kernels.rowwise import on_full_vectors
-
-_MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E8M0_BIAS = 127
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,27 +36,6 @@ class GluActivation:
 
 Expert = Callable[[torch.Tensor], torch.Tensor]
 """One routed expert: rows [n, D] in the model dtype -> [n, D]."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mxfp4Weight:
-    """A matrix of 4-bit floats: value = table[nibble] * 2^(scale - 127).
-
-    Attributes:
-        packed: uint8 [out, in / 2]; the low nibble is the even column.
-        scales: uint8 [out, in / 32], E8M0.
-    """
-
-    packed: torch.Tensor
-    scales: torch.Tensor
-
-    def decode(self, dtype: torch.dtype) -> torch.Tensor:
-        """[out, in]; exact in fp32, and in bf16 (a value has two significant bits)."""
-        table = torch.tensor(_MXFP4_VALUES + tuple(-value for value in _MXFP4_VALUES))
-        nibbles = torch.stack([self.packed & 0xF, self.packed >> 4], dim=-1).flatten(1)
-        values = table[nibbles.int()].view(*self.scales.shape, -1)
-        exponents = self.scales.int().unsqueeze(-1) - _E8M0_BIAS
-        return torch.ldexp(values, exponents).flatten(1).to(dtype)
 
 
 def softmax_route(

@@ -16,21 +16,22 @@ from milepost.kernels import reference, reference_gdn, reference_gqa
 from milepost.kernels.arguments import KdaInputs, KdaParams, MoeParams
 from milepost.kernels.index import AttentionIndex, RecurrentIndex, RowSpan
 from milepost.kernels.reference import ExpertWeights
+from milepost.kernels.reference_coded import Matrix
 from milepost.kernels.reference_kda import KdaRows, kda
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceLinear:
     """Attributes:
-    weight: [out, in].
+    weight: [out, in], coded or not.
     parts: columns of the parts into which the product is split; () = one.
     """
 
-    weight: torch.Tensor
+    weight: Matrix
     parts: tuple[int, ...] = ()
 
 
-def pack_linear(weight: torch.Tensor, *, name: str = "", parts: Sequence[int] = ()) -> ReferenceLinear:
+def pack_linear(weight: Matrix, *, name: str = "", parts: Sequence[int] = ()) -> ReferenceLinear:
     """Prepares a weight [out, in] for `linear`, or for `linear_parts` if `parts` are given.
 
     Args:
@@ -40,7 +41,7 @@ def pack_linear(weight: torch.Tensor, *, name: str = "", parts: Sequence[int] = 
     return ReferenceLinear(weight, tuple(parts))
 
 
-def pack_swiglu(gate_up: torch.Tensor, *, name: str = "") -> torch.Tensor:
+def pack_swiglu(gate_up: Matrix, *, name: str = "") -> Matrix:
     """Prepares [2 * inner, in], gate over up, for `linear_swiglu`."""
     return gate_up
 
@@ -87,7 +88,7 @@ def linear_parts(x: torch.Tensor, weight: ReferenceLinear) -> tuple[torch.Tensor
     return torch.split(linear(x, weight), list(weight.parts), dim=-1)
 
 
-def linear_swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def linear_swiglu(x: torch.Tensor, weight: Matrix) -> torch.Tensor:
     """silu(gate) * up of x [N, in] -> [N, inner]; both products are rounded to the dtype first."""
     return reference.swiglu(reference.linear(x, weight))
 

@@ -9,7 +9,8 @@ from milepost.errors import CheckpointFileError, ConfigError
 from milepost.models.config_reader import read_json_object
 from milepost.models.hub import is_hub_id, snapshot_directory
 from milepost.models.layout import CacheLayout, cache_layout
-from milepost.models.parameters import count_parameters
+from milepost.models.parameters import bytes_saved, count_parameters
+from milepost.models.quantization import Quantization, quantization_of
 from milepost.models.registry import parse_config
 from milepost.models.specs import COMPUTE_DTYPES, DecoderSpec
 
@@ -28,6 +29,8 @@ class ModelDescription:
         state_bytes: recurrent state over all layers.
         layer_state_bytes: recurrent state of one linear layer; 0 if there are none.
         num_draft_modules: modules of the checkpoint that draft; their entries are in `bytes_per_token`.
+        quantization: what weights are rounded to at load; None = nothing.
+        quantized_bytes_saved: by which that makes them smaller.
     """
 
     model_type: str
@@ -43,6 +46,13 @@ class ModelDescription:
     layer_state_bytes: int
     layout: CacheLayout
     num_draft_modules: int = 0
+    quantization: Quantization | None = None
+    quantized_bytes_saved: int = 0
+
+    @property
+    def precision(self) -> str:
+        """Dtype and quantisation, for people."""
+        return self.dtype if self.quantization is None else f"{self.dtype}, {self.quantization.name} weights"
 
     @property
     def num_layers(self) -> int:
@@ -108,17 +118,25 @@ def used_modules(spec: DecoderSpec, num_draft_tokens: int) -> int:
     return min(spec.mtp.num_modules, num_draft_tokens)
 
 
-def describe(path: str | Path, *, dtype: str | None = None, num_draft_tokens: int = 0) -> ModelDescription:
+def describe(
+    path: str | Path, *, dtype: str | None = None, num_draft_tokens: int = 0, quantization: str | None = None
+) -> ModelDescription:
     """Layers and cache sizes from `config.json` alone.
 
     Args:
-        num_draft_tokens: see `load_model`.
+        num_draft_tokens, quantization: see `load_model`.
     """
     spec = read_spec(path)
-    return describe_spec(spec, resolve_dtype(spec, dtype), used_modules(spec, num_draft_tokens))
+    num_modules = used_modules(spec, num_draft_tokens)
+    return describe_spec(spec, resolve_dtype(spec, dtype), num_modules, quantization_of(quantization))
 
 
-def describe_spec(spec: DecoderSpec, dtype: str, num_draft_modules: int = 0) -> ModelDescription:
+def describe_spec(
+    spec: DecoderSpec,
+    dtype: str,
+    num_draft_modules: int = 0,
+    quantization: Quantization | None = None,
+) -> ModelDescription:
     layout = cache_layout(spec, dtype, num_draft_modules)
     geometry = layout.geometry(match_unit=1)
     return ModelDescription(
@@ -135,4 +153,6 @@ def describe_spec(spec: DecoderSpec, dtype: str, num_draft_modules: int = 0) -> 
         layer_state_bytes=layout.layer_state_bytes,
         layout=layout,
         num_draft_modules=num_draft_modules,
+        quantization=quantization,
+        quantized_bytes_saved=bytes_saved(spec, dtype, quantization, num_draft_modules),
     )

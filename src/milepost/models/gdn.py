@@ -29,9 +29,9 @@ class GdnLayer:
         else:
             names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
             inputs = loader.stacked(names, hidden_size, parts)
-        self._inputs = self._kernels.pack_linear(inputs, name="gdn.inputs", parts=parts)
+        self._inputs = loader.pack_linear(inputs, name="gdn.inputs", parts=parts)
         out = loader.linear("out_proj", spec.value_width, hidden_size)
-        self._out = self._kernels.pack_linear(out, name="gdn.out")
+        self._out = loader.pack_linear(out, name="gdn.out")
         taps = loader.tensor_fp32("conv1d.weight", spec.conv_width, 1, spec.conv_kernel).squeeze(1)
         self._params = GdnParams(
             num_key_heads=spec.num_key_heads,

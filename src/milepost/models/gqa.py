@@ -33,8 +33,8 @@ class GqaLayer:
         width = spec.num_heads * spec.head_dim
         parts = (2 * width, spec.kv_width, spec.kv_width)
         inputs = loader.stacked(("q_proj", "k_proj", "v_proj"), hidden_size, parts)
-        self._inputs = self._kernels.pack_linear(inputs, name="gqa.inputs", parts=parts)
-        self._out = self._kernels.pack_linear(loader.linear("o_proj", width, hidden_size), name="gqa.out")
+        self._inputs = loader.pack_linear(inputs, name="gqa.inputs", parts=parts)
+        self._out = loader.pack_linear(loader.linear("o_proj", width, hidden_size), name="gqa.out")
         self._params = GqaParams(
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,

@@ -17,6 +17,7 @@ from milepost.models.kda import KdaLayer
 from milepost.models.layers import DenseMlp, Loader, RmsNorm
 from milepost.models.mla import MlaLayer
 from milepost.models.moe import MoeMlp, RoutedMlp, moe_mlp
+from milepost.models.quantization import Quantization
 from milepost.models.specs import DecoderSpec, LayerSpec
 from milepost.models.weights import WeightReader
 
@@ -144,14 +145,19 @@ class HybridDecoder:
     """
 
     def __init__(
-        self, spec: DecoderSpec, weights: WeightReader, kernels: Kernels, dtype: torch.dtype
+        self,
+        spec: DecoderSpec,
+        weights: WeightReader,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        quantization: Quantization | None = None,
     ) -> None:
         """
         Raises:
             CheckpointFileError: a tensor is missing or has another shape; names file, tensor and shapes.
         """
         prefix = self.prefix = weights.prefix(tuple(PREFIXES), _EMBEDDING)
-        loader = Loader(weights, kernels, dtype, prefix)
+        loader = Loader(weights, kernels, dtype, prefix, quantization)
         self._kernels = kernels
         self._embedding = loader.tensor(_EMBEDDING, spec.vocab_size, spec.hidden_size)
         self._layers: list[DecoderLayer] = []
@@ -163,12 +169,12 @@ class HybridDecoder:
             self._residuals = AttentionResiduals(loader, spec, spec.attn_res_block_layers)
         self._norm = RmsNorm(loader, "norm", spec.hidden_size, spec.norm_eps, spec.norm_offset)
         head = self._embedding
-        head_loader = Loader(weights, kernels, dtype, PREFIXES[prefix])
+        head_loader = Loader(weights, kernels, dtype, PREFIXES[prefix], quantization)
         if not spec.tie_word_embeddings:
             head = head_loader.linear("lm_head", spec.hidden_size, spec.vocab_size)
         elif head_loader.has("lm_head.weight"):
             weights.must_repeat(head_loader.prefix + "lm_head.weight", prefix + _EMBEDDING)
-        self._head = kernels.pack_linear(head)
+        self._head = head_loader.pack_linear(head, role="head")
 
     @property
     def head(self) -> Any:

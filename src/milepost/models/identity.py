@@ -70,7 +70,8 @@ def fingerprint(
 
     Args:
         dtype: the model computes in.
-        numerics: `Kernels.numerics`: instruction path and revision of the kernels.
+        numerics: `LoadedModel.numerics`: instruction path and revision of the kernels, and what the weights
+            were quantised to.
         exactness: what the self-test promises here, and the mode asked for.
     """
     parts = {

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from milepost.kernels.api import Kernels
+from milepost.kernels.reference_coded import Matrix, quantized
 from milepost.kernels.reference_experts import GluActivation
+from milepost.models.quantization import Quantization, Role
 from milepost.models.specs import SituSpec
 from milepost.models.weights import WeightReader
 
@@ -19,16 +24,41 @@ class Loader:
     Attributes:
         prefix: put in front of every name, ends with a dot.
         dtype: of weights that multiply activations; norms and gates stay fp32.
+        quantization: what becomes of weights when they are packed; None = they stay as they are.
     """
 
     weights: WeightReader
     kernels: Kernels
     dtype: torch.dtype
     prefix: str = ""
+    quantization: Quantization | None = None
 
     def under(self, name: str) -> Loader:
         """The same, with `name.` added to the prefix."""
-        return Loader(self.weights, self.kernels, self.dtype, f"{self.prefix}{name}.")
+        return dataclasses.replace(self, prefix=f"{self.prefix}{name}.")
+
+    def pack_linear(
+        self,
+        weight: Matrix,
+        *,
+        name: str = "",
+        parts: Sequence[int] = (),
+        role: Role = "projection",
+    ) -> Any:
+        """`Kernels.pack_linear` of the weight, quantised if weights of its role are."""
+        return self.kernels.pack_linear(self.coded(weight, role), name=name, parts=parts)
+
+    def pack_swiglu(self, gate_up: torch.Tensor, *, name: str = "") -> Any:
+        """`Kernels.pack_swiglu`, likewise."""
+        return self.kernels.pack_swiglu(self.coded(gate_up, "projection"), name=name)
+
+    def coded(self, weight: Matrix, role: Role) -> Matrix:
+        """The weight, quantised if weights of its role are. What a file holds coded stays as it is."""
+        scheme = None if self.quantization is None else self.quantization.scheme(role)
+        # Tensors of a dry run have no values.
+        if scheme is None or not isinstance(weight, torch.Tensor) or weight.is_meta:
+            return weight
+        return quantized(weight, scheme)
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         return self.weights.take(self.prefix + name, shape, self.dtype)
@@ -91,13 +121,13 @@ class DenseMlp:
         gate_up = loader.stacked(("gate_proj", "up_proj"), hidden_size, (inner_size, inner_size))
         self._activation: GluActivation | None = None
         if situ is None:
-            self._gate_up = self._kernels.pack_swiglu(gate_up, name=f"{name}.inner")
+            self._gate_up = loader.pack_swiglu(gate_up, name=f"{name}.inner")
         else:
             parts = (inner_size, inner_size)
-            self._gate_up = self._kernels.pack_linear(gate_up, name=f"{name}.inner", parts=parts)
+            self._gate_up = loader.pack_linear(gate_up, name=f"{name}.inner", parts=parts)
             self._activation = GluActivation(situ.beta, situ.linear_beta)
         down = loader.linear("down_proj", inner_size, hidden_size)
-        self._down = self._kernels.pack_linear(down, name=f"{name}.out")
+        self._down = loader.pack_linear(down, name=f"{name}.out")
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x [N, D] -> [N, D], plus `residual` if given (which may be overwritten)."""

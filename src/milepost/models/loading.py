@@ -23,6 +23,7 @@ from milepost.models.description import (
 from milepost.models.hybrid import HybridDecoder
 from milepost.models.layout import CacheLayout, cache_layout
 from milepost.models.mtp import MtpModules
+from milepost.models.quantization import Quantization, quantization_of
 from milepost.models.specs import DecoderSpec
 from milepost.models.weights import Progress, WeightReader
 
@@ -39,6 +40,7 @@ class LoadedModel:
         layout: where each layer keeps what it caches.
         decoder: the torch side.
         dtype: name of the dtype it runs in.
+        quantization: what its weights were rounded to; None = nothing was.
         kernels: the operations it calls, with the choices behind them.
         unused_tensors: names in the files that the decoder has no use for.
         drafts: the checkpoint's own draft modules, None unless they were asked for.
@@ -53,6 +55,7 @@ class LoadedModel:
         kernels: Kernels,
         unused_tensors: list[str],
         drafts: MtpModules | None = None,
+        quantization: Quantization | None = None,
     ) -> None:
         self.config = config
         self.layout = layout
@@ -61,6 +64,13 @@ class LoadedModel:
         self.kernels = kernels
         self.unused_tensors = unused_tensors
         self.drafts = drafts
+        self.quantization = quantization
+
+    @property
+    def numerics(self) -> str:
+        """Names every rounding behind a result: those of the kernels and those of the weights."""
+        quantization = self.quantization
+        return self.kernels.numerics + ("" if quantization is None else f"+{quantization.numerics}")
 
     @property
     def vocab_size(self) -> int:
@@ -82,7 +92,7 @@ class LoadedModel:
 
     def describe(self) -> ModelDescription:
         num_modules = 0 if self.drafts is None else self.drafts.num_modules
-        return describe_spec(self.config, self.dtype, num_modules)
+        return describe_spec(self.config, self.dtype, num_modules, self.quantization)
 
 
 def load_model(
@@ -94,6 +104,7 @@ def load_model(
     kernels: Kernels | None = None,
     num_draft_tokens: int = 0,
     exactness: str = EXACT,
+    quantization: str | None = None,
 ) -> LoadedModel:
     """Loads `path/config.json` and `path/*.safetensors`.
 
@@ -105,6 +116,7 @@ def load_model(
         kernels: None = the best available.
         exactness: as for `select_kernels`, unless `kernels` are given.
         num_draft_tokens: tokens to be drafted with the checkpoint's own modules; 0 = they are not loaded.
+        quantization: a name of `models.quantization.QUANTIZATIONS`; None = weights stay as they are.
 
     Raises:
         ConfigError: the config cannot work; `field` is the key.
@@ -114,17 +126,18 @@ def load_model(
     spec = read_spec(path)
     dtype_name = resolve_dtype(spec, dtype)
     num_modules = used_modules(spec, num_draft_tokens)
+    coding = quantization_of(quantization)
     weights = WeightReader(path, progress=progress, check_finite=check_finite)
-    chosen = kernels or select_kernels(exactness=exactness)
-    decoder = HybridDecoder(spec, weights, chosen, TORCH_DTYPES[dtype_name])
+    chosen = kernels or select_kernels(exactness=exactness, coded_weights=coding is not None)
+    decoder = HybridDecoder(spec, weights, chosen, TORCH_DTYPES[dtype_name], coding)
     drafts = None
     if num_modules:
-        drafts = MtpModules(spec, weights, chosen, TORCH_DTYPES[dtype_name], decoder, num_modules)
+        drafts = MtpModules(spec, weights, chosen, TORCH_DTYPES[dtype_name], decoder, num_modules, coding)
     weights.finish()
     unused = weights.unused_names()
     _log_unused(unused, spec.skipped)
     layout = cache_layout(spec, dtype_name, num_modules)
-    return LoadedModel(spec, layout, decoder, dtype_name, chosen, unused, drafts)
+    return LoadedModel(spec, layout, decoder, dtype_name, chosen, unused, drafts, coding)
 
 
 def _log_unused(names: Sequence[str], skipped: Sequence[str]) -> None:

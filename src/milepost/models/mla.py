@@ -25,7 +25,7 @@ class MlaLayer:
         self._kernels = loader.kernels
         self._layer = layer
         self._scale = spec.qk_head_dim**-0.5
-        pack = self._kernels.pack_linear
+        pack = loader.pack_linear
         heads, query_width, latent_width = (
             spec.num_heads,
             spec.num_heads * spec.qk_head_dim,
@@ -49,6 +49,7 @@ class MlaLayer:
         )
         per_head = expand.view(heads, spec.qk_nope_head_dim + spec.v_head_dim, spec.kv_lora_rank)
         key, value = per_head[:, : spec.qk_nope_head_dim], per_head[:, spec.qk_nope_head_dim :]
+        # Role "absorbed": quantisation leaves them as they are.
         self._absorb_key = self._kernels.pack_heads(key.transpose(1, 2))
         self._absorb_value = self._kernels.pack_heads(value)
         self._expand_key = None if self._kernels.exactness == EXACT else self._kernels.pack_heads(key)

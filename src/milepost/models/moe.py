@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
-from milepost.kernels.api import Kernels, MoeParams
+from milepost.kernels.api import MoeParams
 from milepost.kernels.reference import route
-from milepost.kernels.reference_experts import (
-    Expert,
-    GluActivation,
-    Mxfp4Weight,
-    expert_sum,
-    softmax_route,
-)
+from milepost.kernels.reference_coded import Matrix, Mxfp4Weight, stacked
+from milepost.kernels.reference_experts import Expert, GluActivation, expert_sum, softmax_route
 from milepost.kernels.rowwise import on_full_vectors
 from milepost.models.layers import DenseMlp, Loader, RmsNorm
 from milepost.models.specs import MXFP4_GROUP, MoeSpec, SituSpec
@@ -37,8 +31,11 @@ class MoeMlp:
         self._kernels = loader.kernels
         gate = loader.under("gate")
         router = gate.tensor_fp32("weight", spec.num_experts, hidden_size)
-        self._router = self._kernels.pack_linear(router, name="moe.router")
-        experts = list(_expert_weights(loader, hidden_size, spec))
+        self._router = loader.pack_linear(router, name="moe.router", role="router")
+        experts = [
+            tuple(loader.coded(part, "expert") for part in expert)
+            for expert in _expert_weights(loader, hidden_size, spec)
+        ]
         self._params = MoeParams(
             bias=gate.tensor_fp32("e_score_correction_bias", spec.num_experts),
             experts_per_token=spec.experts_per_token,
@@ -66,10 +63,10 @@ class RoutedMlp:
     def __init__(self, loader: Loader, hidden_size: int, spec: MoeSpec, situ: SituSpec | None) -> None:
         self._kernels = loader.kernels
         self._spec = spec
-        pack = self._kernels.pack_linear
+        pack = loader.pack_linear
         gate = loader.under("gate")
         router = gate.tensor_fp32("weight", spec.num_experts, hidden_size)
-        self._router = pack(router, name="moe.router")
+        self._router = pack(router, name="moe.router", role="router")
         self._bias: torch.Tensor | None = None
         if spec.router == "sigmoid":
             self._bias = gate.tensor_fp32("e_score_correction_bias", spec.num_experts)
@@ -88,7 +85,7 @@ class RoutedMlp:
         self._shared_gate = None
         if spec.shared_gate and self._shared is not None:
             gate_weight = loader.linear("shared_expert_gate", hidden_size, 1).float()
-            self._shared_gate = pack(gate_weight, name="moe.shared_gate")
+            self._shared_gate = pack(gate_weight, name="moe.shared_gate", role="gate")
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """x [N, D] -> residual + experts [N, D]; `residual` may be overwritten."""
@@ -140,39 +137,34 @@ ExpertWeights = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class ExpertMlp:
     """One routed expert with packed weights."""
 
-    def __init__(self, kernels: Kernels, weights: ExpertWeights, activation: GluActivation) -> None:
-        gate, up, down = weights
-        self._kernels = kernels
+    def __init__(
+        self, loader: Loader, gate_up: Matrix, down: Matrix, inner: int, activation: GluActivation
+    ) -> None:
+        """
+        Args:
+            gate_up: [2 * inner, in], gate over up; down [in, inner].
+        """
+        self._kernels = loader.kernels
         self._activation = activation
-        parts = (gate.shape[0], up.shape[0])
-        self._gate_up = kernels.pack_linear(torch.cat([gate, up]), name="moe.expert.inner", parts=parts)
-        self._down = kernels.pack_linear(down, name="moe.expert.out")
+        self._gate_up = loader.pack_linear(
+            gate_up, name="moe.expert.inner", parts=(inner, inner), role="expert"
+        )
+        self._down = loader.pack_linear(down, name="moe.expert.out", role="expert")
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         inner = self._activation(*self._kernels.linear_parts(x, self._gate_up))
         return self._kernels.linear(inner, self._down)
 
 
-@dataclass(frozen=True, slots=True)
-class Mxfp4Expert:
-    """One routed expert whose weights stay 4 bits wide in memory; every use decodes them."""
-
-    kernels: Kernels
-    gate: Mxfp4Weight
-    up: Mxfp4Weight
-    down: Mxfp4Weight
-    activation: GluActivation
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up, down = (weight.decode(x.dtype) for weight in (self.gate, self.up, self.down))
-        return ExpertMlp(self.kernels, (gate, up, down), self.activation)(x)
-
-
 def _experts(loader: Loader, width: int, spec: MoeSpec, activation: GluActivation) -> list[Expert]:
-    kernels = loader.kernels
     if spec.packed_mxfp4:
         return [_mxfp4_expert(loader, width, spec, number, activation) for number in range(spec.num_experts)]
-    return [ExpertMlp(kernels, weights, activation) for weights in _expert_weights(loader, width, spec)]
+    return [_plain_expert(loader, weights, activation) for weights in _expert_weights(loader, width, spec)]
+
+
+def _plain_expert(loader: Loader, weights: ExpertWeights, activation: GluActivation) -> Expert:
+    gate, up, down = weights
+    return ExpertMlp(loader, torch.cat([gate, up]), down, gate.shape[0], activation)
 
 
 def _expert_weights(loader: Loader, width: int, spec: MoeSpec) -> Iterator[ExpertWeights]:
@@ -203,12 +195,13 @@ def _mxfp4_expert(
     names, inner = spec.names, spec.expert_intermediate_size
     shapes = ((names.gate, width, inner), (names.up, width, inner), (names.down, inner, width))
     if not any(expert.has(f"{name}.weight_scale") for name, *_ in shapes):
-        return ExpertMlp(loader.kernels, _separate(expert, width, spec), activation)
+        return _plain_expert(loader, _separate(expert, width, spec), activation)
     gate, up, down = (_mxfp4(expert.under(name), *shape) for name, *shape in shapes)
-    return Mxfp4Expert(loader.kernels, gate, up, down, activation)
+    return ExpertMlp(loader, stacked([gate, up]), down, inner, activation)
 
 
 def _mxfp4(loader: Loader, in_features: int, out_features: int) -> Mxfp4Weight:
     packed = loader.bytes("weight_packed", out_features, in_features // 2)
     groups = in_features // MXFP4_GROUP
-    return Mxfp4Weight(packed, loader.bytes("weight_scale", out_features, groups, nan=_E8M0_NAN))
+    scales = loader.bytes("weight_scale", out_features, groups, nan=_E8M0_NAN)
+    return Mxfp4Weight(packed, scales, loader.dtype)

@@ -16,6 +16,7 @@ modules, whose layers differ; what is handed on, by the decoder as well, is norm
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from milepost.models.description import SPECULATIVE_FIELD
 from milepost.models.hybrid import DecoderLayer, HybridDecoder
 from milepost.models.inputs import CacheFields, StepInputs
 from milepost.models.layers import Loader, RmsNorm
+from milepost.models.quantization import Quantization
 from milepost.models.specs import DecoderSpec
 from milepost.models.weights import WeightReader
 
@@ -76,6 +78,7 @@ class MtpModules:
         dtype: torch.dtype,
         decoder: HybridDecoder,
         num_modules: int,
+        quantization: Quantization | None = None,
     ) -> None:
         """
         Args:
@@ -93,7 +96,7 @@ class MtpModules:
         self._is_qwen = spec.mtp.family == "qwen"
         self._layer_index = len(spec.layers)
         build = self._qwen if self._is_qwen else self._deepseek
-        self._modules = build(spec, Loader(weights, kernels, dtype, decoder.prefix))
+        self._modules = build(spec, Loader(weights, kernels, dtype, decoder.prefix, quantization))
         weights.release()
 
     def first_position(self, module: int) -> int:
@@ -145,12 +148,12 @@ class MtpModules:
         return self._kernels.linear(joined, parts.projection)
 
     def _qwen(self, spec: DecoderSpec, decoder: Loader) -> list[_Module]:
-        loader = Loader(decoder.weights, decoder.kernels, decoder.dtype).under(_QWEN_MODULES)
+        loader = dataclasses.replace(decoder, prefix="").under(_QWEN_MODULES)
         _require(loader, "fc.weight")
         hidden, eps, offset = spec.hidden_size, spec.norm_eps, spec.norm_offset
         names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
         embedding_norm, hidden_norm, norm = (RmsNorm(loader, name, hidden, eps, offset) for name in names)
-        projection = loader.kernels.pack_linear(loader.linear("fc", 2 * hidden, hidden))
+        projection = loader.pack_linear(loader.linear("fc", 2 * hidden, hidden))
         return [
             _Module(embedding_norm, hidden_norm, projection, layer, norm, self._decoder.head)
             for layer in (
@@ -168,12 +171,13 @@ class MtpModules:
             head = self._decoder.head
             shared = loader.under("shared_head")
             if shared.has("head.weight"):
-                head = loader.kernels.pack_linear(shared.linear("head", hidden, spec.vocab_size))
+                own = shared.linear("head", hidden, spec.vocab_size)
+                head = loader.pack_linear(own, role="head")
             modules.append(
                 _Module(
                     RmsNorm(loader, "enorm", hidden, eps),
                     RmsNorm(loader, "hnorm", hidden, eps),
-                    loader.kernels.pack_linear(loader.linear("eh_proj", 2 * hidden, hidden)),
+                    loader.pack_linear(loader.linear("eh_proj", 2 * hidden, hidden)),
                     DecoderLayer(loader, self.layer(number), spec.draft_layer, spec),
                     RmsNorm(shared, "norm", hidden, eps),
                     head,

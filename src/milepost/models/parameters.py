@@ -1,91 +1,141 @@
-"""How many weights a decoder has, from its config alone. No torch."""
+"""How many weights a decoder has and what quantisation saves, from its config alone. No torch."""
 
 from __future__ import annotations
 
-from milepost.models.specs import DecoderSpec
+from collections import Counter
+
+from milepost.models.quantization import Quantization, Role
+from milepost.models.specs import ITEM_BYTES, DecoderSpec
 
 
 def count_parameters(spec: DecoderSpec, num_draft_modules: int = 0) -> int:
     """Weights of the whole decoder, embeddings included, and of that many draft modules; vision is not."""
-    embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2)
-    total = embeddings + spec.hidden_size
+    return count_by_role(spec, num_draft_modules).total()
+
+
+def count_by_role(spec: DecoderSpec, num_draft_modules: int = 0) -> Counter[Role]:
+    """The same, by what they are for. A head that is tied to the embeddings counts with these."""
+    total = Counter[Role]({"vector": spec.hidden_size, "table": spec.vocab_size * spec.hidden_size})
+    if not spec.tie_word_embeddings:
+        total["head"] = spec.vocab_size * spec.hidden_size
     mixers = {"kda": _kda, "mla": _mla, "gdn": _gdn, "gqa": _gqa}
     per_mixer = {name: mixers[name](spec) for name in {layer.mixer for layer in spec.layers}}
-    per_mlp = {"moe": _moe(spec), "dense": 3 * spec.hidden_size * spec.intermediate_size}
+    per_mlp = {"moe": _moe(spec), "dense": _dense(spec)}
     for layer in spec.layers:
-        total += 2 * spec.hidden_size + per_mixer[layer.mixer] + per_mlp[layer.mlp]
+        total["vector"] += 2 * spec.hidden_size
+        total.update(per_mixer[layer.mixer])
+        total.update(per_mlp[layer.mlp])
     if spec.attn_res_block_layers is not None:
-        total += 2 * spec.hidden_size * (2 * len(spec.layers) + 1)
-    return total + _drafts(spec, num_draft_modules)
+        total["vector"] += 2 * spec.hidden_size * (2 * len(spec.layers) + 1)
+    total.update(_drafts(spec, num_draft_modules))
+    return total
 
 
-def _drafts(spec: DecoderSpec, num_modules: int) -> int:
+def _drafts(spec: DecoderSpec, num_modules: int) -> Counter[Role]:
     """With the heads that modules in DeepSeek's layout are published with."""
+    total = Counter[Role]()
     if not num_modules or spec.mtp is None:
+        return total
+    layer, hidden = spec.draft_layer, spec.hidden_size
+    for _ in range(num_modules):
+        total["vector"] += 2 * hidden
+        total.update(_mla(spec) if layer.mixer == "mla" else _gqa(spec))
+        total.update(_moe(spec) if layer.mlp == "moe" else _dense(spec))
+    num_stems = 1 if spec.mtp.family == "qwen" else num_modules
+    total["vector"] += num_stems * 3 * hidden
+    total["projection"] += num_stems * 2 * hidden * hidden
+    if spec.mtp.family != "qwen":
+        total["head"] += num_modules * spec.vocab_size * hidden
+    return total
+
+
+def _dense(spec: DecoderSpec) -> Counter[Role]:
+    return Counter[Role]({"projection": 3 * spec.hidden_size * spec.intermediate_size})
+
+
+def bytes_saved(
+    spec: DecoderSpec, dtype: str, quantization: Quantization | None, num_draft_modules: int = 0
+) -> int:
+    """By which quantised weights are smaller than weights of the dtype; packed experts are so anyway."""
+    if quantization is None:
         return 0
-    layer = spec.draft_layer
-    mixer = _mla(spec) if layer.mixer == "mla" else _gqa(spec)
-    mlp = _moe(spec) if layer.mlp == "moe" else 3 * spec.hidden_size * spec.intermediate_size
-    stem = (3 + 2 * spec.hidden_size) * spec.hidden_size
-    layers = num_modules * (2 * spec.hidden_size + mixer + mlp)
-    if spec.mtp.family == "qwen":
-        return layers + stem
-    return layers + num_modules * (stem + spec.vocab_size * spec.hidden_size)
+    saved = 0
+    for role, count in count_by_role(spec, num_draft_modules).items():
+        scheme = quantization.scheme(role)
+        is_packed = role == "expert" and spec.moe is not None and spec.moe.packed_mxfp4
+        if scheme is not None and not is_packed:
+            saved += count * ITEM_BYTES[dtype] - scheme.num_bytes(count)
+    return saved
 
 
-def _kda(spec: DecoderSpec) -> int:
+def _kda(spec: DecoderSpec) -> Counter[Role]:
     kda = spec.kda
     if kda is None:
-        return 0
-    projections = 4 * spec.hidden_size * kda.width + 3 * kda.width * kda.conv_kernel
+        return Counter[Role]()
     low_rank = kda.head_dim * (spec.hidden_size + kda.width)
     gate = spec.hidden_size * kda.width if kda.full_rank_gate else low_rank
-    small = spec.hidden_size * kda.num_heads + kda.num_heads + kda.width + kda.head_dim
-    return projections + low_rank + gate + small
+    projections = 4 * spec.hidden_size * kda.width + spec.hidden_size * kda.num_heads
+    vectors = 3 * kda.width * kda.conv_kernel + kda.num_heads + kda.width + kda.head_dim
+    return Counter[Role]({"projection": projections + low_rank + gate, "vector": vectors})
 
 
-def _mla(spec: DecoderSpec) -> int:
+def _mla(spec: DecoderSpec) -> Counter[Role]:
     mla = spec.mla
     if mla is None:
-        return 0
+        return Counter[Role]()
     query_out = mla.num_heads * mla.qk_head_dim
-    if mla.q_lora_rank is None:
-        query = spec.hidden_size * query_out
-    else:
-        query = mla.q_lora_rank * (spec.hidden_size + 1 + query_out)
-    latent = spec.hidden_size * mla.latent_width + mla.kv_lora_rank
-    expand = mla.kv_lora_rank * mla.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-    outputs = 2 if mla.output_gate else 1
-    return query + latent + expand + outputs * mla.num_heads * mla.v_head_dim * spec.hidden_size
+    rank = mla.q_lora_rank
+    query = spec.hidden_size * query_out if rank is None else rank * (spec.hidden_size + query_out)
+    outputs = (2 if mla.output_gate else 1) * mla.num_heads * mla.v_head_dim * spec.hidden_size
+    return Counter[Role](
+        {
+            "projection": query + spec.hidden_size * mla.latent_width + outputs,
+            "absorbed": mla.kv_lora_rank * mla.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim),
+            "vector": mla.kv_lora_rank + (rank or 0),
+        }
+    )
 
 
-def _gdn(spec: DecoderSpec) -> int:
+def _gdn(spec: DecoderSpec) -> Counter[Role]:
     gdn = spec.gdn
     if gdn is None:
-        return 0
+        return Counter[Role]()
     inputs = spec.hidden_size * (gdn.conv_width + gdn.value_width + 2 * gdn.num_value_heads)
-    small = gdn.conv_width * gdn.conv_kernel + 2 * gdn.num_value_heads + gdn.value_dim
-    return inputs + small + gdn.value_width * spec.hidden_size
+    return Counter[Role](
+        {
+            "projection": inputs + gdn.value_width * spec.hidden_size,
+            "vector": gdn.conv_width * gdn.conv_kernel + 2 * gdn.num_value_heads + gdn.value_dim,
+        }
+    )
 
 
-def _gqa(spec: DecoderSpec) -> int:
+def _gqa(spec: DecoderSpec) -> Counter[Role]:
     gqa = spec.gqa
     if gqa is None:
-        return 0
+        return Counter[Role]()
     width = gqa.num_heads * gqa.head_dim
-    return spec.hidden_size * (3 * width + 2 * gqa.kv_width) + 2 * gqa.head_dim
+    return Counter[Role](
+        {"projection": spec.hidden_size * (3 * width + 2 * gqa.kv_width), "vector": 2 * gqa.head_dim}
+    )
 
 
-def _moe(spec: DecoderSpec) -> int:
+def _moe(spec: DecoderSpec) -> Counter[Role]:
     moe = spec.moe
     if moe is None:
-        return 0
+        return Counter[Role]()
     width = spec.hidden_size if moe.latent is None else moe.latent.width
-    total = 3 * width * moe.expert_intermediate_size * moe.num_experts
-    total += 3 * spec.hidden_size * moe.shared_intermediate_size
-    total += moe.num_experts * (spec.hidden_size + (1 if moe.router == "sigmoid" else 0))
+    counts = Counter[Role](
+        {
+            "expert": 3 * width * moe.expert_intermediate_size * moe.num_experts,
+            "projection": 3 * spec.hidden_size * moe.shared_intermediate_size,
+            "router": moe.num_experts * spec.hidden_size,
+        }
+    )
+    if moe.router == "sigmoid":
+        counts["vector"] += moe.num_experts
     if moe.shared_gate and moe.shared_intermediate_size:
-        total += spec.hidden_size
+        counts["gate"] += spec.hidden_size
     if moe.latent is not None:
-        total += 2 * spec.hidden_size * width + (0 if moe.latent.norm_eps is None else width)
-    return total
+        counts["projection"] += 2 * spec.hidden_size * width
+        counts["vector"] += 0 if moe.latent.norm_eps is None else width
+    return counts
