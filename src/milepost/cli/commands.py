@@ -93,6 +93,7 @@ def serve(
     ] = None,
     max_model_len: opt.MaxModelLen = None,
     dtype: opt.Dtype = "auto",
+    quantization: opt.Quantization = "none",
     seed: opt.ServerSeed = None,
     cache_bytes: opt.CacheBytes = opt.DEFAULT_CACHE_SIZE,
     prefix_match_unit: opt.MatchUnit = DEFAULT_MATCH_UNIT,
@@ -146,6 +147,7 @@ def serve(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         dtype=dtype,
+        quantization=quantization,
         seed=seed,
         served_model_name=served_model_name,
         exactness=exactness,
@@ -192,6 +194,7 @@ def chat(
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of an answer.")] = 256,
     max_model_len: opt.MaxModelLen = None,
     dtype: opt.Dtype = "auto",
+    quantization: opt.Quantization = "none",
     seed: opt.ServerSeed = None,
     cache_bytes: opt.CacheBytes = opt.DEFAULT_CACHE_SIZE,
     prefix_match_unit: opt.MatchUnit = DEFAULT_MATCH_UNIT,
@@ -208,6 +211,7 @@ def chat(
         enable_prefix_caching=enable_prefix_caching,
         max_model_len=max_model_len,
         dtype=dtype,
+        quantization=quantization,
         seed=seed,
         speculative_config=speculative_config,
     )
@@ -226,6 +230,7 @@ def complete(
     stop: Annotated[list[str] | None, typer.Option("--stop", help="Stop string; may be repeated.")] = None,
     max_model_len: opt.MaxModelLen = None,
     dtype: opt.Dtype = "auto",
+    quantization: opt.Quantization = "none",
     seed: opt.ServerSeed = None,
     cache_bytes: opt.CacheBytes = opt.DEFAULT_CACHE_SIZE,
     speculative_config: opt.Speculation = None,
@@ -238,6 +243,7 @@ def complete(
         cache_bytes=cache_bytes,
         max_model_len=max_model_len,
         dtype=dtype,
+        quantization=quantization,
         seed=seed,
         speculative_config=speculative_config,
     )
@@ -253,6 +259,7 @@ def info(
     offline: opt.Offline = False,
     max_model_len: opt.MaxModelLen = None,
     dtype: opt.Dtype = "auto",
+    quantization: opt.Quantization = "none",
     cache_bytes: opt.CacheBytes = opt.DEFAULT_CACHE_SIZE,
     prefix_match_unit: opt.MatchUnit = DEFAULT_MATCH_UNIT,
     prefix_cache_retention_interval: opt.RetentionInterval = None,
@@ -273,6 +280,7 @@ def info(
         max_model_len=max_model_len,
         dtype=dtype,
         speculative_config=speculative_config,
+        quantization=quantization,
     )
     show_info(model, options, check_weights=check_weights)
 

@@ -24,11 +24,12 @@ def show_info(directory: Path | None, options: ServingOptions, *, check_weights:
     Raises:
         ConfigError, CheckpointFileError: the model cannot be served, or not with this budget.
     """
+    from milepost.engine.memory import held_weight_bytes
     from milepost.engine.serving import EMBEDDED_MODEL, check_budget
     from milepost.models.description import describe, model_directory
 
     path = model_directory(EMBEDDED_MODEL if directory is None else directory)
-    about = describe(path, dtype=options.dtype, num_draft_tokens=options.num_model_drafts)
+    about = describe(path, **options.model_options)
     cache = options.cache_config()
     geometry = about.layout.geometry(options.match_unit)
     max_model_len = check_budget(geometry, cache, about.max_model_len, options.max_model_len)
@@ -39,7 +40,8 @@ def show_info(directory: Path | None, options: ServingOptions, *, check_weights:
     rows = {
         "model type": about.model_type,
         "parameters": f"{about.num_parameters:,}",
-        "dtype": about.dtype,
+        "dtype": about.precision,
+        "weights in memory": format_size(held_weight_bytes(path, about)),
         "layers": _layers(about.layer_kinds) + f"; {about.num_moe_layers} with experts",
         "vocabulary": f"{about.vocab_size:,}",
         "declared context": f"{about.max_model_len:,} tokens",

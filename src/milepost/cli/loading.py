@@ -34,7 +34,7 @@ def load(directory: Path | None, options: ServingOptions, console: Console) -> S
         )
         console.print(
             f"[bold]{model.name}[/bold]: {about.model_type}, {about.num_parameters:,} parameters, "
-            f"{about.num_layers} layers ({kinds}), {about.dtype}",
+            f"{about.num_layers} layers ({kinds}), {about.precision}",
             highlight=False,
             soft_wrap=True,
         )

@@ -72,6 +72,13 @@ MaxBatchedTokens = Annotated[
 ]
 MaxSeqs = Annotated[int, typer.Option("--max-num-seqs", help="Requests that run at the same time.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32 or bfloat16.")]
+Quantization = Annotated[
+    str,
+    typer.Option(
+        "--quantization",
+        help="Round weights to integers while they are loaded: int8, int4 or none.",
+    ),
+]
 Exactness = Annotated[
     str,
     typer.Option(
@@ -284,6 +291,7 @@ def serving_options(
     prefix_cache_retention_interval: int | None = None,
     decode_interval: int | None = None,
     dtype: str = "auto",
+    quantization: str = "none",
     model: str | Path | None = None,
     speculative_config: str | None = None,
     **others: Any,
@@ -306,6 +314,7 @@ def serving_options(
         checkpoint_interval=prefix_cache_retention_interval,
         decode_interval=decode_interval,
         dtype=None if dtype == "auto" else dtype,
+        quantization=None if quantization == "none" else quantization,
         speculative=SpeculativeConfig.parse(speculative_config) if speculative_config else None,
         **others,
     )
@@ -318,7 +327,7 @@ def _with_auto_cache(options: Any, model: str | Path | None) -> Any:
     from milepost.models.description import describe, model_directory
 
     directory = model_directory(EMBEDDED_MODEL if model is None else model)
-    about = describe(directory, dtype=options.dtype, num_draft_tokens=options.num_model_drafts)
+    about = describe(directory, **options.model_options)
     plan = planned_memory(directory, about, options)
     return replace(options, cache_bytes=auto_cache_bytes(plan, available_memory()))
 

@@ -72,7 +72,7 @@ class MemoryPlan:
         fix = (
             f"lower --cache-bytes to at most {room >> 20}MiB, or to auto"
             if room >> 20 > 0
-            else "the model needs a larger machine, or --dtype bfloat16"
+            else "the model needs a larger machine, --dtype bfloat16 or --quantization int4"
         )
         raise ConfigError(
             "cache_bytes",
@@ -107,13 +107,22 @@ def memory_plan(
 
 
 def weight_bytes(directory: Path, about: ModelDescription) -> int:
-    """Bytes of the weights in memory: those of the files, at the dtype they are computed in, and no more
-    than the parameters take; packed experts stay packed. One layer of the files is held while loading."""
-    item = ITEM_BYTES[about.dtype]
-    stored = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-    loaded = stored * item // ITEM_BYTES[read_spec(directory).dtype]
-    held = min(loaded, about.num_parameters * item) if stored else about.num_parameters * item
-    return held + stored // max(1, about.num_layers)
+    """Bytes of the weights in memory, one layer of the files included while they are loaded."""
+    return held_weight_bytes(directory, about) + _stored_bytes(directory) // max(1, about.num_layers)
+
+
+def held_weight_bytes(directory: Path, about: ModelDescription) -> int:
+    """Bytes of the weights once they are loaded: those of the files, at the dtype they are computed in, and
+    no more than the parameters take; packed experts stay packed, quantised weights are smaller."""
+    item, stored = ITEM_BYTES[about.dtype], _stored_bytes(directory)
+    held = about.num_parameters * item
+    if stored:
+        held = min(stored * item // ITEM_BYTES[read_spec(directory).dtype], held)
+    return held - about.quantized_bytes_saved
+
+
+def _stored_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
 
 
 def auto_cache_bytes(plan: MemoryPlan, available_bytes: int) -> int:

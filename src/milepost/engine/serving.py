@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from milepost.config import (
     DEFAULT_AUDIT_SHARE,
@@ -68,6 +68,7 @@ class ServingOptions:
         stores: what lies beyond the process's memory.
         speculative: which drafter, None = no speculation.
         exactness: what reuse may change, one of `config.EXACTNESS_MODES`.
+        quantization: what weights are rounded to at load, see `models.quantization`; None = nothing.
     """
 
     cache_bytes: int = DEFAULT_CACHE_BYTES
@@ -92,6 +93,16 @@ class ServingOptions:
     stores: StoreOptions = StoreOptions()
     speculative: SpeculativeConfig | None = None
     exactness: str = EXACT
+    quantization: str | None = None
+
+    @property
+    def model_options(self) -> dict[str, Any]:
+        """How the model is read: keyword arguments of both `describe` and `load_model`."""
+        return {
+            "dtype": self.dtype,
+            "num_draft_tokens": self.num_model_drafts,
+            "quantization": self.quantization,
+        }
 
     @property
     def num_model_drafts(self) -> int:
@@ -231,7 +242,7 @@ def load_serving_model(
     audit = AuditConfig(options.audit_hits, share=options.audit_share)
     check_exactness(options.exactness)
     options.stores.check()
-    description = describe(path, dtype=options.dtype, num_draft_tokens=options.num_model_drafts)
+    description = describe(path, **options.model_options)
     if options.exactness == EXACT_PROMPTS and "mla" in description.layer_kinds:
         cache = dataclasses.replace(cache, shares_generated_tokens=False)
     geometry = description.layout.geometry(options.match_unit)
@@ -261,13 +272,7 @@ def load_serving_model(
     from milepost.runner.selftest import self_test
     from milepost.runner.worker import TorchWorker
 
-    model = load_model(
-        path,
-        dtype=options.dtype,
-        progress=progress,
-        num_draft_tokens=options.num_model_drafts,
-        exactness=options.exactness,
-    )
+    model = load_model(path, progress=progress, exactness=options.exactness, **options.model_options)
     worker = TorchWorker(model, geometry, options.cache_bytes)
     promise = self_test(model)
     audit = dataclasses.replace(audit, logit_bound=logit_bound(promise.exact, model.dtype))

@@ -158,7 +158,7 @@ def connect_stores(
             directory,
             model.layout,
             dtype=model.dtype,
-            numerics=model.kernels.numerics,
+            numerics=model.numerics,
             exactness=exactness,
             full=options.verify_weights,
         ),

@@ -27,7 +27,7 @@ class WorkerSpec:
         model_path: local model directory.
         dtype: as for `load_model`.
         num_threads: threads torch may use, None = its default.
-        num_draft_tokens: as for `load_model`.
+        num_draft_tokens, quantization: as for `load_model`.
     """
 
     model_path: str
@@ -36,6 +36,7 @@ class WorkerSpec:
     cache_bytes: int
     num_threads: int | None = None
     num_draft_tokens: int = 0
+    quantization: str | None = None
 
 
 class ProcessWorker:
@@ -163,5 +164,10 @@ def _build(spec: WorkerSpec) -> Any:
 
     if spec.num_threads is not None:
         torch.set_num_threads(spec.num_threads)
-    model = load_model(spec.model_path, dtype=spec.dtype, num_draft_tokens=spec.num_draft_tokens)
+    model = load_model(
+        spec.model_path,
+        dtype=spec.dtype,
+        num_draft_tokens=spec.num_draft_tokens,
+        quantization=spec.quantization,
+    )
     return TorchWorker(model, model.geometry(spec.match_unit), spec.cache_bytes)

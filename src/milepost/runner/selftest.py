@@ -61,7 +61,10 @@ def self_test(model: LoadedModel) -> SelfTest:
 
 
 def _text(model: LoadedModel, exact: bool, difference: float) -> str:
-    where = f"{model.dtype}, {model.kernels.implementation} kernels: {model.kernels.choices[0].reason}"
+    weights = "" if model.quantization is None else f"{model.quantization.name} weights, "
+    where = (
+        f"{model.dtype}, {weights}{model.kernels.implementation} kernels: {model.kernels.choices[0].reason}"
+    )
     if model.kernels.exactness == NOT_EXACT:
         return f"exactness: off, as asked for; a hit may change logits, as may how steps are cut ({where})"
     if exact and model.expands_latents:
