@@ -169,6 +169,31 @@ def test_other_dtypes_kernels_and_patterns(variant: str, tmp_path: Path) -> None
         assert all(pages == theirs[key][0] for key, (pages, _) in mine.items())
 
 
+@pytest.mark.parametrize("copied_bytes", [1, 40_000])
+def test_copies_are_bounded(models: Models, monkeypatch: pytest.MonkeyPatch, copied_bytes: int) -> None:
+    """Requests are drafted for in groups; what is drafted does not depend on who is in one."""
+    model = models.get("qwen3_5", 2, 3)
+    together = Engine(model, num_drafts=3)
+    together.converse()
+    monkeypatch.setattr("milepost.runner.drafting.DRAFT_COPY_BYTES", copied_bytes)
+    sizes: list[tuple[int, int]] = []
+    copied = MtpRunner.copied
+
+    def spy(self: MtpRunner, module: int, parts: Any) -> Any:
+        entries = copied(self, module, parts)
+        sizes.append((len(parts), entries.pages.numel() * entries.pages.itemsize))
+        return entries
+
+    monkeypatch.setattr(MtpRunner, "copied", spy)
+    apart = Engine(model, num_drafts=3)
+    apart.converse()
+    assert apart.tokens == together.tokens
+    assert apart.proposed == together.proposed
+    assert apart.records() == together.records()
+    assert all(num == 1 or size <= copied_bytes for num, size in sizes)
+    assert any(num > 1 for num, _ in sizes) == (copied_bytes > 1)
+
+
 def test_choices_of_one_prompt(models: Models) -> None:
     """They start from the same prefix at the same time and go different ways."""
     prompt = random_tokens(53, 131, seed=3)

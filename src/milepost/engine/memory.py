@@ -8,6 +8,7 @@ from pathlib import Path
 
 from milepost.errors import ConfigError
 from milepost.models.description import ModelDescription, read_spec
+from milepost.models.layout import DRAFT_COPY_BYTES
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 PROCESS_BYTES = 400 << 20
@@ -89,9 +90,14 @@ def memory_plan(
     max_num_batched_tokens: int,
     max_num_seqs: int,
     store_bytes: int = 0,
+    max_model_len: int | None = None,
     limit: MemoryLimit | None = None,
 ) -> MemoryPlan:
-    """What serving a model takes, from its config and the sizes of its files."""
+    """What serving a model takes, from its config and the sizes of its files.
+
+    Args:
+        max_model_len: tokens of the longest request; None = what the model declares.
+    """
     rows = min(max_num_batched_tokens, max_num_seqs + 1)
     return MemoryPlan(
         limit=limit or memory_limit(),
@@ -100,10 +106,21 @@ def memory_plan(
         * (
             ACTIVATIONS_PER_ROW * max_num_batched_tokens * about.hidden_size
             + LOGIT_COPIES * rows * about.vocab_size
-        ),
+        )
+        + draft_copy_bytes(about, cache_bytes, max_model_len or about.max_model_len),
         cache=cache_bytes,
         stores=store_bytes,
     )
+
+
+def draft_copy_bytes(about: ModelDescription, cache_bytes: int, max_model_len: int) -> int:
+    """Most that a drafter copies of its entries at the same time: what one request has, or a fixed size."""
+    group = about.layout.draft_group
+    if group is None:
+        return 0
+    most = max(DRAFT_COPY_BYTES, group.bytes_per_token * max_model_len)
+    # With a budget of auto it is not known yet what the cache holds.
+    return most if cache_bytes <= 1 else min(most, cache_bytes)
 
 
 def weight_bytes(directory: Path, about: ModelDescription) -> int:

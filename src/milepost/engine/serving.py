@@ -314,6 +314,7 @@ def planned_memory(directory: Path, about: ModelDescription, options: ServingOpt
         cache_bytes=options.cache_bytes,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_num_seqs=options.max_num_seqs,
+        max_model_len=options.max_model_len,
         store_bytes=sum(
             address.budget_bytes or 0 for address in options.stores.addresses() if address.kind == "memory"
         ),

@@ -19,6 +19,8 @@ STATE_FIELD_ALIGNMENT = 64
 
 DRAFT_GROUP = "mtp"
 """Name of the attention group of draft modules."""
+DRAFT_COPY_BYTES = 64 << 20
+"""Draft entries that are copied at the same time, or those of one request if they are more."""
 LATENT_FIELD = "latent"
 """MLA: per token the normed latent followed by the shared key part."""
 KEY_VALUE_FIELD = "key_value"
@@ -117,6 +119,12 @@ class CacheLayout:
 
     attention: tuple[AttentionGroupLayout, ...]
     recurrent: tuple[RecurrentGroupLayout, ...]
+
+    @property
+    def draft_group(self) -> AttentionGroupLayout | None:
+        """Entries of draft modules, the last attention group; None without any."""
+        group = self.attention[-1] if self.attention else None
+        return group if group is not None and group.name == DRAFT_GROUP else None
 
     @property
     def layer_state_bytes(self) -> int:

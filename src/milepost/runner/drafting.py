@@ -16,7 +16,7 @@ import torch
 
 from milepost.kernels.index import AttentionIndex, RowSpan
 from milepost.models.inputs import CacheFields, StepInputs
-from milepost.models.layout import TAP_FIELD, AttentionGroupLayout
+from milepost.models.layout import DRAFT_COPY_BYTES, TAP_FIELD, AttentionGroupLayout
 from milepost.models.mtp import MtpModules
 from milepost.runner.batch import PageTable
 
@@ -111,6 +111,7 @@ class MtpRunner:
         layers = [modules.layer(module) for module in range(modules.num_modules)]
         self._fields: CacheFields = {(layer, name): fields[layer, name] for layer in layers}
         self._name = name
+        self._bytes_per_token = group.bytes_per_token
         self._entries = [fields[layer, name] for layer in layers]
         self._taps = [fields[layer, TAP_FIELD] for layer in layers]
 
@@ -121,6 +122,13 @@ class MtpRunner:
         a module reads exactly what it would read if the guesses had been processed; behind that, what the
         guess before was made from stands in for hidden states nobody has computed.
         """
+        drafts: list[array[int]] = []
+        lengths = [lane.position + lane.max_drafts for lane in lanes]
+        for first, end in self._groups(lengths, self._bytes_per_token):
+            drafts += self._proposed(lanes[first:end])
+        return drafts
+
+    def _proposed(self, lanes: Sequence[DraftLane]) -> list[array[int]]:
         work = _Proposals(self, lanes)
         for step in range(max(lane.max_drafts for lane in lanes)):
             if not work.extend(step):
@@ -200,17 +208,40 @@ class MtpRunner:
         token_ids: torch.Tensor,
         hidden: torch.Tensor,
     ) -> list[torch.Tensor]:
-        """A pass of a module that others read from; its outputs at the positions of `streams`."""
-        entries = self.copied(module, [(parts[n].table, start, end) for n, start, end in rows])
-        index = entries.index([(place, start, end) for place, (_, start, end) in enumerate(rows)])
-        handed_on, _ = self.run(module, entries, index, token_ids, hidden)
+        """Passes of a module that others read from; its outputs at the positions of `streams`."""
         outputs = [torch.zeros_like(stream) for stream in streams]
-        for place, ((number, start, end), span) in enumerate(zip(rows, index.spans, strict=True)):
-            part = parts[number]
-            outputs[number][start - part.start :] = handed_on[span.first_row : span.end_row]
-            pages, offsets = self._places(part.table, torch.arange(start, end))
-            self._entries[module].index_put_((pages, offsets), entries.rows(place, start, end))
+        row = 0
+        ends = [end for _, _, end in rows]
+        for first, last in self._groups(ends, self._bytes_per_token // self._modules.num_modules):
+            some = rows[first:last]
+            entries = self.copied(module, [(parts[n].table, start, end) for n, start, end in some])
+            index = entries.index([(place, start, end) for place, (_, start, end) in enumerate(some)])
+            count = index.spans[-1].end_row
+            handed_on, _ = self.run(
+                module, entries, index, token_ids[row : row + count], hidden[row : row + count]
+            )
+            row += count
+            for place, ((number, start, end), span) in enumerate(zip(some, index.spans, strict=True)):
+                part = parts[number]
+                outputs[number][start - part.start :] = handed_on[span.first_row : span.end_row]
+                at = self._places(part.table, torch.arange(start, end))
+                self._entries[module].index_put_(at, entries.rows(place, start, end))
         return outputs
+
+    def _groups(self, lengths: Sequence[int], bytes_per_token: int) -> list[tuple[int, int]]:
+        """Neighbours [first, end) whose copied entries, for so many tokens each, fit `DRAFT_COPY_BYTES`; a
+        longer one is alone."""
+        groups: list[tuple[int, int]] = []
+        room = -1
+        for number, length in enumerate(lengths):
+            num_bytes = -(-length // self._unit) * self._unit * bytes_per_token
+            room -= num_bytes
+            if room < 0:
+                groups.append((number, number + 1))
+                room = DRAFT_COPY_BYTES - num_bytes
+            else:
+                groups[-1] = (groups[-1][0], number + 1)
+        return groups
 
     def _write_taps(
         self, module: int, parts: Sequence[ProcessedRows], streams: Sequence[torch.Tensor]

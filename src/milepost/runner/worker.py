@@ -70,8 +70,8 @@ class TorchWorker:
         self.pools = PoolSet(model.layout, geometry, cache_bytes)
         self._requests: dict[int, _RequestState] = {}
         self._drafter: MtpRunner | None = None
-        if model.drafts is not None:
-            group = model.layout.attention[-1]
+        group = model.layout.draft_group
+        if model.drafts is not None and group is not None:
             self._drafter = MtpRunner(model.drafts, group, self.pools.fields, geometry.match_unit)
 
     @property
