@@ -24,7 +24,7 @@ from tests.support.pairwise import pairwise, random_rows, row_id
 
 from milepost.kernels.api import select_kernels
 from milepost.kernels.native_library import native_library
-from milepost.models import load_model
+from milepost.models import LoadedModel, load_model
 from milepost.models.layout import CONV_TAIL_FIELD, KEY_VALUE_FIELD, LATENT_FIELD, STATE_MATRIX_FIELD
 
 library = native_library().module
@@ -46,13 +46,28 @@ FACTORS: dict[str, list[Any]] = {
     "neighbours": ["none", "decodes", "prefills", "both"],
     "state": ["in_place", "copied", "restored"],
 }
-FAMILY_FACTORS: dict[str, list[Any]] = {"model": sorted(LAYOUTS), **FACTORS}
+EXPANDED = ["kimi_linear, prompt"] if native_library().expands_latents else []
+"""Families with the exactness mode in which prompts are computed over expanded latents."""
+MODELS = [*sorted(LAYOUTS), *EXPANDED]
+FAMILY_FACTORS: dict[str, list[Any]] = {"model": MODELS, **FACTORS}
 TINY = "milepost-tiny"
 CASES = [{"model": TINY, **case} for case in pairwise(FACTORS)]
 FAMILY_CASES = pairwise(FAMILY_FACTORS)
 """Fewer of each family: of two settings, every pair of values; of three, not every triple."""
 
 Drivers = Callable[[dict[str, Any]], Driver]
+
+
+def loaded(shelf: Shelf, name: str, dtype: str) -> LoadedModel:
+    if name == TINY:
+        return load_model(EMBEDDED, dtype=dtype)
+    family, _, exactness = name.partition(", ")
+    if not exactness:
+        return shelf.model(family, dtype=dtype)
+    kernels = select_kernels("native", exactness=exactness)
+    return load_model(shelf.directory(family, dtype=dtype), kernels=kernels)
+
+
 Fault = Callable[[Driver, int, list[int]], None]
 """Spoils the state in a slot, or pages, before a hit reads them."""
 
@@ -64,8 +79,7 @@ def drivers(shelf: Shelf) -> Iterator[Drivers]:
     def driver_of(case: dict[str, Any]) -> Driver:
         name, dtype = key = case["model"], case["dtype"]
         if key not in made:
-            model = load_model(EMBEDDED, dtype=dtype) if name == TINY else shelf.model(name, dtype=dtype)
-            made[key] = Driver(model, match_unit=UNIT, cache_bytes=24 << 20)
+            made[key] = Driver(loaded(shelf, name, dtype), match_unit=UNIT, cache_bytes=24 << 20)
             made[key].poison()
         return made[key]
 
@@ -204,7 +218,7 @@ def test_the_covering_arrays_are_small_and_span_every_value() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [TINY, *sorted(LAYOUTS)])
+@pytest.mark.parametrize("model", [TINY, *MODELS])
 def test_a_random_remainder(drivers: Drivers, model: str) -> None:
     seed = secrets.randbelow(1 << 30)
     print(f"seed {seed}")
