@@ -26,6 +26,8 @@ from torch import Tensor
 
 FP32_SUFFIXES = ("A_log", "dt_bias", "e_score_correction_bias")
 NUM_SHARDS = 2
+DRAFTER_FILE = "mtp.safetensors"
+"""Written by train_drafter.py, and removed with the weights that it was trained for."""
 
 CHAT_TEMPLATE = """\
 {%- macro body(content) -%}
@@ -67,7 +69,7 @@ def hub_tensors(model: TinyModel) -> dict[str, Tensor]:
 
 def write_weights(tensors: dict[str, Tensor], out: Path) -> None:
     """Split at the layer boundary nearest to equal sizes and write shards plus index."""
-    for old in out.glob("model*.safetensors*"):
+    for old in [*out.glob("model*.safetensors*"), *out.glob(DRAFTER_FILE)]:
         old.unlink()
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
     total = sum(sizes.values())
@@ -142,7 +144,7 @@ def load_snapshot(run_dir: Path) -> TinyModel:
 
 
 def load_exported(folder: Path) -> TinyModel:
-    """The exported checkpoint back in the training-side network, in fp32."""
+    """The exported checkpoint back in the training-side network, in fp32, without a draft module."""
     hub = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     attention = hub["linear_attn_config"]
     same = (
@@ -160,7 +162,7 @@ def load_exported(folder: Path) -> TinyModel:
     )
     index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
     tensors: dict[str, Tensor] = {}
-    for file_name in sorted(set(index["weight_map"].values())):
+    for file_name in sorted({*index["weight_map"].values()} - {DRAFTER_FILE}):
         tensors.update(load_file(folder / file_name))
     model = TinyModel(config)
     model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})

@@ -1,0 +1,202 @@
+"""Train the draft module of milepost-tiny on one CPU core; the target's weights stay as they are.
+
+    python train_drafter.py --run-dir RUN --target ../../src/milepost/assets/milepost-tiny
+
+RUN is the folder `train.py` has made: its tokenizer and token ids are read. The data are those of the target,
+drawn with another seed. Writes RUN/drafter.pt, and with `--out FOLDER` adds the module to an exported
+checkpoint: `mtp.safetensors`, the index and `num_nextn_predict_layers` in config.json. `--export-only` does
+just that with RUN/drafter.pt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from drafter import MtpModule, distillation
+from export import DRAFTER_FILE, FP32_SUFFIXES, load_exported, write_json
+from model import TinyModel, set_bf16_matmuls
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+from train import Options, make_optimisers
+
+import data
+
+
+@dataclass(frozen=True)
+class Stage:
+    """``tokens`` tokens in batches of ``rows`` x ``row_tokens``; mix = (text, recall, chat, dense)."""
+
+    rows: int
+    row_tokens: int
+    tokens: int
+    mix: tuple[float, float, float, float]
+
+
+PLAN = (
+    Stage(8, 128, 200_000, (0.15, 0.40, 0.40, 0.05)),
+    Stage(2, 512, 160_000, (0.15, 0.45, 0.40, 0.00)),
+    Stage(1, 2048, 60_000, (0.10, 0.65, 0.25, 0.00)),
+)
+STEP_WEIGHTS = (1.0, 0.6)
+"""Of the first guess and of the one made from it."""
+OPTIONS = Options(seed=0, adamw_lr=3e-3, muon_lr=0.02, warmup_steps=20, decay_share=0.6)
+
+
+class DrafterTrainer:
+    """Holds target, module, optimisers and position."""
+
+    def __init__(self, target: TinyModel, run_dir: Path, plan: tuple[Stage, ...], options: Options) -> None:
+        tokenizer = Tokenizer.from_file(str(run_dir / "tokenizer.json"))
+        self.factory = data.DocumentFactory(tokenizer, np.load(run_dir / "train_ids.npy"))
+        self.target, self.plan, self.options = target.requires_grad_(False).eval(), plan, options
+        torch.manual_seed(options.seed)
+        self.rng = random.Random(options.seed + 1000)
+        self.module = MtpModule(target.config)
+        self.module.start_from(target)
+        self.muon, self.adamw = make_optimisers(self.module, options)
+        self.step = self.tokens = 0
+        self.total = sum(stage.tokens for stage in plan)
+
+    def stage(self) -> Stage | None:
+        """The stage at the present number of tokens, None at the end."""
+        end = 0
+        for stage in self.plan:
+            end += stage.tokens
+            if self.tokens < end:
+                return stage
+        return None
+
+    def rate(self) -> float:
+        """Learning-rate factor: warm-up, constant, linear fall."""
+        options = self.options
+        fall = min(1.0, max(0.0, (1 - self.tokens / self.total) / options.decay_share))
+        warm = min(1.0, (self.step + 1) / options.warmup_steps)
+        return warm * (options.final_lr_share + (1 - options.final_lr_share) * fall)
+
+    def train_step(self, stage: Stage) -> tuple[float, list[float]]:
+        """The weighted loss, and per step the share of rows in which module and target agree."""
+        batch, batch_weights = self.factory.batch(self.rng, stage.rows, stage.row_tokens, stage.mix)
+        ids, weights = torch.from_numpy(batch)[:, :-1], torch.from_numpy(batch_weights)[:, 1:]
+        factor = self.rate()
+        for optimiser, lr in ((self.adamw, self.options.adamw_lr), (self.muon, self.options.muon_lr)):
+            for group in optimiser.param_groups:
+                group["lr"] = lr * factor
+        steps = distillation(self.module, self.target, ids.contiguous(), weights, len(STEP_WEIGHTS))
+        loss = sum(
+            (weight * step.loss for weight, step in zip(STEP_WEIGHTS, steps, strict=True)), torch.zeros(())
+        )
+        if not torch.isfinite(loss):
+            raise FloatingPointError(f"loss is {loss.item()} at step {self.step}: lower the learning rate")
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.options.clip_norm)
+        for optimiser in (self.adamw, self.muon):
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+        self.module.block_sparse_moe.rebalance(self.options.balance_rate)
+        self.step += 1
+        self.tokens += ids.numel()
+        return float(loss.detach()), [step.agreed for step in steps]
+
+
+def run(trainer: DrafterTrainer, log_every: int, path: Path) -> None:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:.1f} %"),
+        TimeRemainingColumn(),
+    )
+    started, sums = time.process_time(), torch.zeros(1 + len(STEP_WEIGHTS))
+    with Progress(*columns) as bar:
+        task = bar.add_task("training", total=trainer.total)
+        while (stage := trainer.stage()) is not None:
+            loss, agreed = trainer.train_step(stage)
+            sums += torch.tensor([loss, *agreed])
+            bar.update(task, completed=trainer.tokens, description=f"loss {loss:.2f}")
+            if trainer.step % log_every == 0 or trainer.stage() is None:
+                count = (trainer.step - 1) % log_every + 1
+                mean_loss, *shares = (sums / count).tolist()
+                sums.zero_()
+                seconds = time.process_time() - started
+                bar.console.print(
+                    f"step {trainer.step} {trainer.tokens / 1e6:.2f}M tokens {seconds:.0f}s of one core, "
+                    f"loss {mean_loss:.3f}, agrees "
+                    + " ".join(f"{share:.3f}" for share in shares)
+                    + f", lr x{trainer.rate():.3f}"
+                )
+                torch.save(trainer.module.state_dict(), path)
+    torch.save(trainer.module.state_dict(), path)
+
+
+def add_to_checkpoint(module_tensors: dict[str, Tensor], folder: Path) -> None:
+    """The module as the layer behind the decoder's last one, in a file of its own that the index names."""
+    config_path, index_path = folder / "config.json", folder / "model.safetensors.index.json"
+    config = json.loads(config_path.read_text(encoding="utf-8"))
+    prefix = f"model.layers.{config['num_hidden_layers']}."
+    tensors = {
+        prefix + name: tensor.to(
+            torch.float32 if name.endswith(FP32_SUFFIXES) else torch.bfloat16
+        ).contiguous()
+        for name, tensor in module_tensors.items()
+    }
+    save_file(tensors, folder / DRAFTER_FILE, metadata={"format": "pt"})
+    (folder / DRAFTER_FILE).chmod(0o644)
+    index = json.loads(index_path.read_text(encoding="utf-8"))
+    weight_map = {
+        name: file for name, file in index["weight_map"].items() if not name.startswith(prefix)
+    } | dict.fromkeys(tensors, DRAFTER_FILE)
+    stored = [
+        tensor for file in sorted(set(weight_map.values())) for tensor in load_file(folder / file).values()
+    ]
+    total = sum(tensor.numel() * tensor.element_size() for tensor in stored)
+    write_json(
+        index_path, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    )
+    write_json(config_path, config | {"num_nextn_predict_layers": 1})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--run-dir", type=Path, required=True, help="tokenizer.json and train_ids.npy of train.py"
+    )
+    parser.add_argument("--target", type=Path, required=True, help="exported checkpoint")
+    parser.add_argument("--out", type=Path, help="exported checkpoint that gets the module, often --target")
+    parser.add_argument("--plan", type=Path, help="JSON list of stages instead of the built-in plan")
+    parser.add_argument("--seed", type=int, default=OPTIONS.seed)
+    parser.add_argument("--log-every", type=int, default=20, help="steps between log lines")
+    parser.add_argument(
+        "--export-only", action="store_true", help="no training: write what was trained to --out"
+    )
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    path = arguments.run_dir / "drafter.pt"
+    if not arguments.export_only:
+        plan = PLAN
+        if arguments.plan is not None:
+            stages = json.loads(arguments.plan.read_text())
+            plan = tuple(Stage(**{**stage, "mix": tuple(stage["mix"])}) for stage in stages)
+        options = Options(**{**OPTIONS.__dict__, "seed": arguments.seed})
+        trainer = DrafterTrainer(load_exported(arguments.target), arguments.run_dir, plan, options)
+        set_bf16_matmuls(True)
+        parameters = sum(parameter.numel() for parameter in trainer.module.parameters())
+        print(f"{parameters:,} parameters")
+        run(trainer, arguments.log_every, path)
+    if arguments.out is not None:
+        add_to_checkpoint(torch.load(path, weights_only=True), arguments.out)
+        print(f"wrote {arguments.out / DRAFTER_FILE}")
+
+
+if __name__ == "__main__":
+    main()
