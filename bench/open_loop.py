@@ -115,6 +115,11 @@ class Outcome:
         """From the time it was due to its first token; NaN if none came."""
         return float("nan") if self.first_at is None else (self.first_at - self.due_at) * 1e3
 
+    @property
+    def sent_ttft_ms(self) -> float:
+        """From the time it was sent to its first token; NaN if none came."""
+        return float("nan") if self.first_at is None else (self.first_at - self.sent_at) * 1e3
+
 
 @dataclass
 class _Answer:

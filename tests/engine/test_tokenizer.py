@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -18,6 +19,7 @@ from tests.engine.tiny_tokenizer import (
 )
 from tokenizers import Tokenizer as Oracle
 
+from milepost.engine import tokenizer as tokenizer_module
 from milepost.engine.tokenizer import Tokenizer, byte_alphabet
 from milepost.errors import CheckpointFileError
 
@@ -187,3 +189,24 @@ def test_other_kinds_of_tokenizers_are_refused_by_name() -> None:
     changed["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
     with pytest.raises(CheckpointFileError, match="WordPiece"):
         Tokenizer(changed)
+
+
+@pytest.mark.parametrize("size", [20, 1_000, 75_000])
+@pytest.mark.parametrize("letter", ["a", "\u4f60"])
+def test_what_is_remembered_is_bounded(size: int, letter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bytes that are really taken, whether texts are many or long."""
+    monkeypatch.setattr(tokenizer_module, "ENCODE_CACHE_BYTES", 1 << 18)
+    made = Tokenizer(spec(), SETTINGS)
+    num_texts = max(5, 100_000 // size)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(num_texts):
+            made.encode_array(f"{number} {letter * (size - 8)}")
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert taken < 1.3 * (1 << 18)
+    assert made._cache_bytes == sum(map(tokenizer_module._entry_bytes, made._cache, made._cache.values()))
+    if size < 10_000:
+        assert len(made._cache) > 10, "it remembers something"

@@ -23,8 +23,10 @@ from milepost.engine import tiktoken_file
 from milepost.engine.length_bound import longest_bytes_per_token
 from milepost.errors import CheckpointFileError, RequestError
 
-ENCODE_CACHE_CHARS = 16_000_000
-"""Characters of text whose token ids are remembered: a conversation is encoded again at every turn."""
+ENCODE_CACHE_BYTES = 8 << 20
+"""Of texts and their ids that are remembered: a conversation is encoded again at every turn."""
+ENCODE_CACHE_ENTRY_BYTES = 400
+"""Of one entry, besides its text and its ids: short messages are mostly this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, array[int]] = OrderedDict()
-        self._cache_chars = 0
+        self._cache_bytes = 0
         self.bytes_per_token = longest_bytes_per_token(
             spec, self._text.get_vocab(with_added_tokens=False), self._alphabet
         )
@@ -160,10 +162,9 @@ class Tokenizer:
         with self._lock:
             if text not in self._cache:
                 self._cache[text] = ids
-                self._cache_chars += len(text)
-                while self._cache_chars > ENCODE_CACHE_CHARS:
-                    oldest, _ = self._cache.popitem(last=False)
-                    self._cache_chars -= len(oldest)
+                self._cache_bytes += _entry_bytes(text, ids)
+                while self._cache_bytes > ENCODE_CACHE_BYTES:
+                    self._cache_bytes -= _entry_bytes(*self._cache.popitem(last=False))
         return ids
 
     def encode_with_control(self, text: str) -> list[int]:
@@ -257,6 +258,12 @@ class Tokenizer:
         full = self._full.encode("a", add_special_tokens=True).ids
         start = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
         return full[:start], full[start + len(bare) :]
+
+
+def _entry_bytes(text: str, ids: array[int]) -> int:
+    """A character takes up to four bytes, by the widest of the text."""
+    width = 1 if text.isascii() else 4
+    return ENCODE_CACHE_ENTRY_BYTES + width * len(text) + ids.itemsize * len(ids)
 
 
 def _added_tokens(spec: dict[str, Any]) -> list[dict[str, Any]]:
