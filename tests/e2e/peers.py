@@ -43,8 +43,7 @@ class PeerReplica(AskedReplica):
             for index, other in enumerate(peers)
             for part in ("--kv-store", f"peer://127.0.0.1:{other}?transport={transport}&name=peer{index}")
         ]
-        number = len(list(folder.glob("replica-*.log")))
-        self.log = folder / f"replica-{number}.log"
+        self.log = folder / f"replica-{self.peer_port}.log"
         super().__init__(
             [
                 "--serve-kv", f"127.0.0.1:{self.peer_port}?bytes=64MiB&transport={transport}",
