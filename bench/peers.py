@@ -23,6 +23,7 @@ import argparse
 import os
 import subprocess
 import sys
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -65,11 +66,13 @@ from peer_report import (
 from peer_servers import Engine, Server, Setup, gguf_of, llama, milepost, transformers, vllm
 
 import kernels
+from milepost.engine.chat import common_prefix
 from milepost.models.description import describe, read_spec
 
 MODELS = peer_install.PEERS / "models"
 LOGS = peer_install.PEERS / "logs"
 GGUF_TYPES = {"bfloat16": "bf16", "float32": "f32"}
+AGREEMENT_TOKENS = 16
 PHASES = ("speed", "chat", "exactness", "load")
 
 
@@ -168,6 +171,7 @@ class Run:
             for server in servers:
                 results.start_s[server.engine.name] = server.start_s
                 results.speed[server.engine.name] = {"prefill": [], "decode": [], "batch": []}
+            self._compare_answers(servers)
             for repetition in range(options.repetitions + 1):
                 warm_up = repetition == 0
                 with pinned(self.setup.core):
@@ -179,6 +183,24 @@ class Run:
                     turn = repetition % len(servers) if servers else 0
                     for server in servers[turn:] + servers[:turn]:
                         self._speed_sample(server, measure, warm_up)
+
+    def _compare_answers(self, servers: list[Server]) -> None:
+        """How many greedy tokens each engine has in common with the first: do they run the same model?
+
+        They round differently, and random weights make near-ties, so that answers part sooner or later.
+        """
+        prompt = self._ids.take(self.options.context_tokens)
+        first: list[int] | None = None
+        for server in servers:
+            try:
+                tokens = server.complete(prompt, AGREEMENT_TOKENS).token_ids
+            except (OSError, RuntimeError) as error:
+                self._failed(f"{server.engine.name}, first answer", error)
+                continue
+            first = first or tokens
+            same = common_prefix(array("I", first), array("I", tokens))
+            self.results.agreement[server.engine.name] = same
+            console.print(f"{server.engine.name}: {same} of {AGREEMENT_TOKENS} first tokens agree")
 
     def _speed_sample(self, server: Server, measure: str, warm_up: bool) -> None:
         options, take = self.options, self._ids.take
