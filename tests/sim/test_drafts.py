@@ -18,7 +18,7 @@ from milepost.config import CacheConfig, SchedulerConfig
 from milepost.core import outcome, scheduler
 from milepost.core.geometry import AttentionGroupSpec, CacheGeometry, RecurrentGroupSpec
 from milepost.core.lease import Lease
-from milepost.core.plan import ChunkPlan, ChunkResult, SamplingParams
+from milepost.core.plan import ChunkPlan, ChunkResult, SamplingParams, StepPlan, StepResult
 from milepost.core.prefix_cache import PrefixCache
 from milepost.core.request import Request
 from milepost.sim.drafting import DraftingConfig
@@ -94,7 +94,8 @@ SAMPLINGS = {
 def test_answers_and_hit_lengths_do_not_depend_on_drafts(rate: str, grid: int | None, name: str) -> None:
     plain = play(make_world(DraftingConfig(), grid=grid), SAMPLINGS[name])
     for num_drafts in range(9):
-        drafting = DraftingConfig(num_drafts, RATES[rate], is_ragged=num_drafts % 3 == 2)
+        is_ragged, is_own = num_drafts % 3 == 2, num_drafts % 2 == 0
+        drafting = DraftingConfig(num_drafts, RATES[rate], is_ragged=is_ragged, is_own=is_own)
         world = make_world(drafting, grid=grid)
         assert play(world, SAMPLINGS[name]) == plain, num_drafts
         counters = world.scheduler.cache.counters
@@ -110,6 +111,30 @@ def test_models_with_few_recurrent_groups(num_recurrent: int) -> None:
     plain = play(make_world(DraftingConfig(), num_recurrent=num_recurrent), SAMPLINGS["sampled"])
     drafted = play(make_world(DraftingConfig(6, 0.2), num_recurrent=num_recurrent), SAMPLINGS["sampled"])
     assert drafted == plain
+
+
+@pytest.mark.parametrize("grid", [1, 3])
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_it_does_not_matter_who_drafts(name: str, grid: int) -> None:
+    """A worker that drafts, sometimes less than it was asked for, is counted by what it made."""
+    counted = []
+    for is_own in (False, True):
+        world = make_world(DraftingConfig(7, 0.3, is_ragged=True, is_own=is_own), grid=grid)
+        made = 0
+        execute = world.worker.execute
+
+        def counting(plan: StepPlan) -> StepResult:
+            nonlocal made
+            made += sum(chunk.num_drafts for chunk in plan.chunks)
+            assert not any(chunk.num_own_drafts for chunk in plan.chunks)
+            return execute(plan)  # noqa: B023
+
+        world.worker.execute = counting  # type: ignore[method-assign]
+        session = play(world, SAMPLINGS[name])
+        counters = world.scheduler.cache.counters
+        assert counters.num_draft_tokens == made > counters.num_accepted_draft_tokens > 0
+        counted.append(session)
+    assert counted[0] == counted[1]
 
 
 def test_a_perfect_drafter_saves_steps_and_crosses_boundaries() -> None:
@@ -271,7 +296,7 @@ def run(seed: int) -> Swarm:
         SchedulerConfig(48, 4, max_len),
         actions={**dict.fromkeys(ACTIONS, 0.2), "step": 8.0, "add": 2.0, "reset": 0.01},
         prompts=dict.fromkeys(PROMPTS, 1.0),
-        drafting=DraftingConfig(rng.randrange(2, 9), error_rate=0.4, seed=seed),
+        drafting=DraftingConfig(rng.randrange(2, 9), error_rate=0.4, seed=seed, is_own=seed % 2 == 1),
     )
     swarm = Swarm(rng, config, Checks())
     swarm.run(1500)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 
 from milepost.core.drafts import DraftPlanner
-from milepost.core.plan import ChunkPlan
+from milepost.core.plan import ChunkPlan, StepPlan
 from milepost.core.speculation import DraftLengths
 from milepost.sim.model import PrefixTree, TrueSequence
 from milepost.sim.step_rules import FingerprintError
@@ -54,6 +54,32 @@ class ScriptedDrafter:
         """Nothing is kept."""
 
 
+def with_own_drafts(
+    plan: StepPlan, drafter: ScriptedDrafter, stop_ids: Callable[[int], Container[int]]
+) -> tuple[StepPlan, dict[int, bytes]]:
+    """The plan as if the drafts that a worker is asked to make had been sent, and what was made for whom.
+
+    Args:
+        stop_ids: request id -> tokens that end it; no draft is one of them, and none lies behind one.
+    """
+    made: dict[int, bytes] = {}
+    chunks = list(plan.chunks)
+    for number, chunk in enumerate(plan.chunks):
+        if not chunk.num_own_drafts:
+            continue
+        stops = stop_ids(chunk.request_id)
+        drafts = array("I", drafter.propose(chunk.request_id, range(chunk.end), chunk.num_own_drafts))
+        drafts = drafts[: next((at for at, token in enumerate(drafts) if token in stops), len(drafts))]
+        made[chunk.request_id] = drafts.tobytes()
+        chunks[number] = replace(
+            chunk,
+            draft_tokens=made[chunk.request_id],
+            num_own_drafts=0,
+            exports=[export for export in chunk.exports if export.position <= chunk.end + len(drafts)],
+        )
+    return replace(plan, chunks=chunks), made
+
+
 def check_drafts(chunk: ChunkPlan) -> None:
     """Drafts follow a sampled token, and leave the state they start from alone: it is needed again."""
     if not chunk.num_drafts:
@@ -84,6 +110,7 @@ class DraftingConfig:
     Attributes:
         num_draft_tokens: most drafts per request and step; 0 = no speculation.
         is_adaptive: fewer drafts where they do not pay (time stands still, so every row costs alike).
+        is_own: the worker drafts, as with modules of a model, and not the scheduler's drafter.
     """
 
     num_draft_tokens: int = 0
@@ -91,29 +118,35 @@ class DraftingConfig:
     is_ragged: bool = False
     is_adaptive: bool = False
     seed: int = 0
+    is_own: bool = False
 
-    def planner(self, truth: Callable[[int], TrueSequence], vocab_size: int) -> DraftPlanner | None:
-        """The planner of a world, or None."""
-        if not self.num_draft_tokens:
-            return None
-        drafter = ScriptedDrafter(
+    def drafter(self, truth: Callable[[int], TrueSequence], vocab_size: int) -> ScriptedDrafter:
+        """Who drafts in a world, wherever."""
+        return ScriptedDrafter(
             truth,
             Random(self.seed),
             error_rate=self.error_rate,
             vocab_size=vocab_size,
             is_ragged=self.is_ragged,
         )
-        return DraftPlanner(drafter, self.num_draft_tokens, DraftLengths() if self.is_adaptive else None)
+
+    def planner(self, drafter: ScriptedDrafter) -> DraftPlanner | None:
+        """The planner of a world, or None."""
+        if not self.num_draft_tokens:
+            return None
+        lengths = DraftLengths() if self.is_adaptive else None
+        return DraftPlanner(None if self.is_own else drafter, self.num_draft_tokens, lengths)
 
 
 def draw_drafting(rng: Random) -> DraftingConfig:
     """Perfect, useless and mediocre drafters of any length; none in four of ten worlds."""
     if rng.random() < 0.4:
         return DraftingConfig()
-    return DraftingConfig(
+    drawn = DraftingConfig(
         num_draft_tokens=rng.randrange(1, 9),
         error_rate=rng.choice((0.0, 0.0, 0.1, 0.3, 0.6, 1.0)),
         is_ragged=rng.random() < 0.5,
         is_adaptive=rng.random() < 0.3,
         seed=rng.randrange(1 << 30),
     )
+    return replace(drawn, is_own=drawn.seed % 5 < 2)

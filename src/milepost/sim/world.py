@@ -19,7 +19,7 @@ from milepost.core.units import floor_to, is_multiple
 from milepost.errors import MilepostError, WorkerError
 from milepost.sim.contents import ContentsCheck
 from milepost.sim.cost import CostModel
-from milepost.sim.drafting import DraftingConfig
+from milepost.sim.drafting import DraftingConfig, with_own_drafts
 from milepost.sim.fakes import WorkerFaults
 from milepost.sim.fingerprint import FingerprintWorker
 from milepost.sim.losses import LossBook, is_overflowing
@@ -80,9 +80,11 @@ class World:
         self.geometry = geometry
         self.scheduler = scheduler if scheduler is not None else Scheduler(geometry, cache, config)
         self.worker = FingerprintWorker(geometry, budget_bytes=cache.cache_bytes, model=model, faults=faults)
+        self._drafter = (drafting or DraftingConfig()).drafter(
+            self.worker.truth, self.worker.model.vocab_size
+        )
         if drafting is not None:
-            planner = drafting.planner(self.worker.truth, self.worker.model.vocab_size)
-            self.scheduler.drafts = planner
+            self.scheduler.drafts = drafting.planner(self._drafter)
         self.cost = cost if cost is not None else CostModel()
         self.checks = checks if checks is not None else Checks()
         self.promises = PromiseBook(geometry.match_unit)
@@ -187,7 +189,10 @@ class World:
         if plan is None:
             raise ValueError("no plan is in flight; call schedule() first")
         try:
-            result = self.worker.execute(plan)
+            sent, drafts = with_own_drafts(plan, self._drafter, self._stop_ids)
+            result = self.worker.execute(sent)
+            for done in result.chunk_results:
+                done.draft_tokens = drafts.get(done.request_id, b"")
         except WorkerError as error:
             result = StepResult(plan.step_id, [], str(error))
             self.num_failed_steps += 1
@@ -199,6 +204,9 @@ class World:
         self._note_progress()
         self._after("execute")
         return updates
+
+    def _stop_ids(self, request_id: int) -> frozenset[int]:
+        return self.running[request_id].stop_ids
 
     def step(self) -> list[RequestUpdate]:
         """Schedule (unless a plan is in flight) and execute."""
