@@ -44,7 +44,7 @@ $(VENV)/.stamp-torch: constraints.txt | $(VENV)/bin/python
 # The package with the extras named in the stamp: make $(VENV)/.stamp-serve, -test, -full, -lint, -bench.
 EXTRAS_serve := cpu,server,guided
 EXTRAS_test := cpu,server,test
-EXTRAS_full := cpu,server,test,otel,fuzz,oracle,redis,mooncake,router,bench
+EXTRAS_full := cpu,server,test,otel,fuzz,oracle,redis,mooncake,nixl,router,bench
 EXTRAS_lint := cpu,server,test,lint
 EXTRAS_bench := cpu,server,bench
 $(VENV)/.stamp-%: pyproject.toml constraints.txt $(VENV)/.stamp-torch

@@ -6,8 +6,8 @@
         --prefill http://127.0.0.1:8401 --decode http://127.0.0.1:8402
 
 A request goes to a prefill replica first, for one token, and then, as it came, to a decode replica, which
-loads the prompt's pages and states from the cache of the first. Nothing depends on the first step: if it fails, the
-decode replica computes the prompt. Turns of one conversation go to the same replicas.
+loads the prompt's pages and states from the cache of the first. Nothing depends on the first step: if it
+fails, the decode replica computes the prompt. Turns of one conversation go to the same replicas.
 
 Needs starlette, uvicorn and httpx (`pip install 'milepost[server]' httpx`).
 """
