@@ -213,6 +213,49 @@ std::string latents(Report& report, Type type) {
   return results[0];
 }
 
+// Every head expands keys and values of its own from latents.
+std::string expanded(Report& report, Type type) {
+  const int64_t heads = 3, nope = 12, shared = 8, latent = 24, value = 10, width = nope + shared, entry = latent + shared;
+  const Places places(kTokens);
+  Array query = Array::random(kTokens, heads * width, 50), rows = Array::random(kTokens, entry, 51, type);
+  const Weight key(Array::random(heads * nope, latent, 52, type, 0.3f), nope, latent, type, false, heads);
+  const Weight values(Array::random(heads * value, latent, 53, type, 0.3f), value, latent, type, false, heads);
+  Array pages(Places::kPages * Places::kUnit, entry, type);
+  for (int64_t t = 0; t < kTokens; t++)
+    std::memcpy(pages.view().at(places.pages[size_t(t)] * Places::kUnit + places.offsets[size_t(t)]), rows.view().at(t),
+                size_t(entry * item_bytes(type)));
+  std::string results[2];
+  for (size_t way = 0; way < 2; way++) {
+    Array out(kTokens, heads * value);
+    int64_t first = 0;
+    for (int64_t count : kCuts[way]) {
+      const Span span{0, count, first};
+      AttentionArgs args{};
+      args.query = query.floats() + first * heads * width;
+      args.out = out.floats() + first * heads * value;
+      args.heads = args.kv_heads = heads;
+      args.width = width;
+      args.value_width = value;
+      args.scale = 0.2f;
+      args.keys = args.values = Pages{static_cast<char*>(pages.view().data), Places::kUnit * entry, entry, 0};
+      args.type = type;
+      args.match_unit = Places::kUnit;
+      args.num_spans = 1;
+      args.spans = &span;
+      args.table = places.table.data();
+      args.table_starts = places.starts.data();
+      args.expand_key = &key.packed;
+      args.expand_value = &values.packed;
+      kernels().attend(args);
+      first += count;
+    }
+    report.expect(is_finite(out.values(), Type::f32), "not finite");
+    results[way] = out.values();
+  }
+  report.expect(results[0] == results[1], "cuts change bits");
+  return results[0];
+}
+
 std::string gqa(Report& report, Type type) {
   const int64_t heads = 6, kv_heads = 2, dim = 40, half = 10;
   const Places places(kTokens);
@@ -414,6 +457,7 @@ std::vector<Case> all_cases() {
     add("grouped" + end, [=](Report& r) { return grouped(r, type); });
     add("rms_norm" + end, [=](Report& r) { return rms_norm(r, type); });
     add("latents" + end, [=](Report& r) { return latents(r, type); });
+    add("expanded" + end, [=](Report& r) { return expanded(r, type); });
     add("gqa" + end, [=](Report& r) { return gqa(r, type); });
     add("kda" + end, [=](Report& r) { return recurrence(r, {2, 2, 20, 20, false, false}, type); });
     add("kda-bounded" + end, [=](Report& r) { return recurrence(r, {2, 2, 16, 16, false, true}, type); });
