@@ -1,5 +1,9 @@
 #include "python/plans.h"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -34,8 +38,19 @@ PackedWeight::PackedWeight(nb::handle weight, bool paired) {
   kernels().pack(args);
 }
 
+// Weights are read from end to end in every step: in pages of 2 MiB at up to twice the speed. The tail stays in
+// small pages, so that no memory is touched that was not asked for.
+static void* allocate_pages(size_t bytes) {
+  const size_t huge = size_t(2) << 20, alignment = bytes < huge ? 64 : huge;
+  void* memory = std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+#if defined(MADV_HUGEPAGE)
+  if (memory && bytes >= huge) madvise(memory, bytes / huge * huge, MADV_HUGEPAGE);
+#endif
+  return memory;
+}
+
 void PackedWeight::allocate() {
-  memory_.reset(std::aligned_alloc(64, (size_t(packed_.bytes()) + 63) / 64 * 64));
+  memory_.reset(allocate_pages(size_t(packed_.bytes())));
   if (!memory_) throw std::bad_alloc();
   packed_.data = memory_.get();
 }
