@@ -84,7 +84,8 @@ def measure(directory: Path, repetitions: int) -> dict[str, Any]:
     """Samples of both kinds, cold and warm, in turns; the first round warms up and is left out."""
     files = weight_files(directory)
     samples: dict[str, list[dict[str, float]]] = {}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     for repetition in range(repetitions + 1):
         for cache in ("cold", "warm"):
             for kind in KINDS:

