@@ -21,7 +21,8 @@ from milepost.engine.serving import EMBEDDED_MODEL
 from milepost.engine.tokenizer import Tokenizer
 from milepost.models.loading import load_model
 
-pytestmark = [pytest.mark.service, pytest.mark.slow]
+# Three processes are started one after the other.
+pytestmark = [pytest.mark.service, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTLE_SECONDS = 60.0

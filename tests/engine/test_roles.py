@@ -10,6 +10,7 @@ from milepost.engine.roles import check_answer_length, check_role, load_policy_o
 from milepost.engine.stores import StoreOptions
 from milepost.errors import ConfigError, RequestError
 from milepost.stores.address import parse_addresses
+from milepost.stores.peer_nixl import READ_AREA_BYTES
 
 PEER, SHARED, OWN = "peer://127.0.0.1:1", "redis://127.0.0.1", "memory://"
 
@@ -69,6 +70,12 @@ def test_options_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as raised:
             StoreOptions(**options).check()  # type: ignore[arg-type]
         assert raised.value.field == field
+
+
+def test_memory_for_bytes_on_their_way_is_planned() -> None:
+    assert StoreOptions().memory_bytes() == 0
+    assert StoreOptions(("memory://?bytes=5MiB", PEER)).memory_bytes() == (5 << 20) + READ_AREA_BYTES
+    assert StoreOptions(serve_kv="127.0.0.1:1?bytes=7MiB").memory_bytes() == 7 << 20
 
 
 def test_the_secret_goes_to_every_peer_that_has_none_of_its_own(tmp_path: Path) -> None:

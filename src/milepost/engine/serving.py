@@ -315,9 +315,7 @@ def planned_memory(directory: Path, about: ModelDescription, options: ServingOpt
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_num_seqs=options.max_num_seqs,
         max_model_len=options.max_model_len,
-        store_bytes=sum(
-            address.budget_bytes or 0 for address in options.stores.addresses() if address.kind == "memory"
-        ),
+        store_bytes=options.stores.memory_bytes(),
     )
 
 

@@ -21,6 +21,7 @@ from milepost.engine.segments import SegmentCodec
 from milepost.errors import ConfigError, StoreError
 from milepost.stores.address import StoreAddress, open_stores, parse_addresses
 from milepost.stores.folder import SegmentFolder
+from milepost.stores.peer_nixl import READ_AREA_BYTES
 from milepost.stores.peer_options import PeerServing, bound, parse_serving
 from milepost.stores.peer_protocol import MAX_HEAD_BYTES
 from milepost.stores.segment_format import Identity
@@ -102,6 +103,18 @@ class StoreOptions:
             return None
         config = parse_kv_events_config(self.kv_events_config)
         return config if config.enable_kv_cache_events else None
+
+    def memory_bytes(self) -> int:
+        """What stores in memory, and bytes on their way from and to peers, may take of this process.
+
+        Raises:
+            ConfigError: an option that cannot work.
+        """
+        serving = self.serving()
+        addresses = self.addresses()
+        staged = sum(READ_AREA_BYTES for address in addresses if address.kind == "peer")
+        kept = sum(address.budget_bytes or 0 for address in addresses if address.kind == "memory")
+        return kept + staged + (0 if serving is None else serving.area_bytes)
 
     def check(self) -> None:
         """

@@ -6,7 +6,7 @@ import http.client
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from milepost.errors import StoreError
 from milepost.stores.objects import Clock, Deadline, StoreTimeoutError
@@ -224,6 +224,5 @@ def _named_errors() -> Iterator[None]:
         raise StoreTimeoutError(f"the peer is silent: {error}") from error
     except (OSError, EOFError, http.client.HTTPException, ValueError) as error:
         # ValueError: what http.client cannot read.
-        with suppress(Exception):
-            text = f"{type(error).__name__}: {error}"[:200]
+        text = f"{type(error).__name__}: {error}"[:200]
         raise StoreError(f"the connection to the peer broke: {text}") from error
