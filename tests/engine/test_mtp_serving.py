@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -138,9 +139,11 @@ def test_the_command_line_says_what_a_drafter_takes(
 # -- refusals --------------------------------------------------------------------------------------
 
 
-def test_a_model_without_modules_is_refused_before_its_weights_are_read() -> None:
+def test_a_model_without_modules_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    config = json.loads((EMBEDDED_MODEL / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
     with pytest.raises(ConfigError, match="num_nextn_predict_layers is 0 or missing") as raised:
-        load_serving_model(EMBEDDED_MODEL, ServingOptions(cache_bytes=32 << 20, speculative=MTP))
+        load_serving_model(tmp_path, ServingOptions(cache_bytes=32 << 20, speculative=MTP))
     assert raised.value.field == "speculative_config" and "method 'ngram'" in str(raised.value)
 
 

@@ -43,8 +43,6 @@ MAX_DRAFTS = 3
 MAX_TOKENS = 64
 RECALL_DISTANCES = (200, 500, 1000)
 
-Prompts = dict[str, list[array[int]]]
-
 
 @dataclass
 class Acceptance:
@@ -72,13 +70,13 @@ class Acceptance:
         }
 
 
-def make_prompts(model: ServingModel, num_cases: int) -> Prompts:
+def make_prompts(model: ServingModel, num_cases: int) -> dict[str, list[array[int]]]:
     def encode(text: str) -> list[int]:
         return list(model.tokenizer.encode_with_control(text))
 
     text = (REPOSITORY / "tests" / "data" / "the_tempest.txt").read_text(encoding="utf-8")
     cases = RecallCases(encode, lambda ids: model.tokenizer.decode(list(ids)), text)
-    prompts: Prompts = {
+    prompts: dict[str, list[array[int]]] = {
         f"recall at {distance}": [
             array("I", cases.make(seed, distance).prompt_ids) for seed in range(num_cases)
         ]
