@@ -401,11 +401,28 @@ inline float value_at(const PackArgs& a, int64_t group, int64_t row, int64_t k) 
   return x;
 }
 
+// A full panel of bf16 rows without gaps, two values at a time; false if it is none.
+inline bool pack_pairs(const PackArgs& a, int64_t group, int64_t panel, char* target) {
+  const Packed& w = a.target;
+  if (w.type != Type::bf16 || a.source.type != Type::bf16 || a.column != 1 || w.k % 2) return false;
+  const char* rows[kPanel];
+  for (int64_t column = 0; column < kPanel; column++) {
+    const int64_t row = source_row(w, panel, column);
+    if (row < 0) return false;
+    rows[column] = a.source.at(row, group * a.group);
+  }
+  for (int64_t pair = 0; pair < w.k / 2; pair++)
+    for (int64_t column = 0; column < kPanel; column++)
+      std::memcpy(target + (pair * kPanel + column) * 4, rows[column] + pair * 4, 4);
+  return true;
+}
+
 inline void pack_panel(const void* args, int64_t item) {
   const PackArgs& a = *static_cast<const PackArgs*>(args);
   const Packed& w = a.target;
   const int64_t group = item / w.panels(), panel = item % w.panels();
   char* target = static_cast<char*>(w.data) + item * w.panel_bytes();
+  if (pack_pairs(a, group, panel, target)) return;
   for (int64_t column = 0; column < kPanel; column++) {
     const int64_t row = source_row(w, panel, column);
     for (int64_t k = 0; k < w.depth(); k++) {
