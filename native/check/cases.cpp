@@ -74,6 +74,66 @@ std::string linear(Report& report, Type x_type, Type w_type, Type y_type, bool p
   return all;
 }
 
+// Codes of every value, with scales around one.
+class CodedWeight {
+ public:
+  CodedWeight(Coding coding, int64_t n, int64_t k, int64_t group, bool paired, uint32_t seed) {
+    packed.type = Type::bf16;
+    packed.coding = coding;
+    packed.group = group;
+    packed.n = n;
+    packed.k = k;
+    packed.paired = paired;
+    const int64_t rows = n * (paired ? 2 : 1), stride = coding == Coding::mxfp4 ? k / 2 : k;
+    const int64_t scale_stride = packed.scale_groups() * packed.scale_bytes() / kPanel;
+    std::vector<uint8_t> codes(size_t(rows * stride)), scales(size_t(rows * scale_stride));
+    Random random(seed);
+    for (uint8_t& code : codes) {
+      code = uint8_t(random.next() >> 8);
+      if (coding == Coding::int4) code = uint8_t(int8_t(code << 4) >> 4);
+    }
+    for (size_t i = 0; i < scales.size(); i++) {
+      const uint32_t bits = random.next() >> 8;
+      if (coding == Coding::mxfp4) scales[i] = uint8_t(124 + bits % 5);
+      else scales[i] = i % 2 == 0 ? uint8_t(bits) : uint8_t(0x3B + (bits & 0x80));  // bf16 of 2^-9 to 2^-7, any sign
+    }
+    memory_.assign(size_t(packed.bytes()) + 64, char(0xFF));
+    packed.data = memory_.data() + (64 - reinterpret_cast<uintptr_t>(memory_.data()) % 64) % 64;
+    kernels().pack_coded(PackCodedArgs{codes.data(), scales.data(), stride, scale_stride, packed});
+  }
+  Packed packed;
+
+ private:
+  std::vector<char> memory_;
+};
+
+std::string coded(Report& report, Coding coding, int64_t group, Type type, bool paired) {
+  std::string all;
+  const int64_t shapes[][3] = {{7, 3, 5}, {33, 48, 1}, {100, 131, 13}, {70, 65, 29}};
+  for (const auto& shape : shapes) {
+    const int64_t n = shape[0], rows = shape[2], k = coding == Coding::mxfp4 ? (shape[1] + 31) / 32 * 32 : shape[1];
+    Array x = Array::random(rows, k, 1, type, 1.0f, 0.0f, 3), y(rows, n, type, 5);
+    const CodedWeight weight(coding, n, k, group, paired, 2);
+    LinearArgs args{};
+    args.x = x.view();
+    args.rows = rows;
+    args.weight = weight.packed;
+    args.y = y.view();
+    kernels().linear(args);
+    report.expect(is_finite(y.values(), type), "not finite");
+    for (int64_t row = 0; row < rows; row++) {
+      Array alone(1, n, type);
+      args.x = x.from(row);
+      args.y = alone.view();
+      args.rows = 1;
+      kernels().linear(args);
+      report.expect(alone.values() == y.values(row, row + 1), "a row alone differs");
+    }
+    all += y.values();
+  }
+  return all;
+}
+
 std::string grouped(Report& report, Type type) {
   const int64_t groups = 3, n = 20, k = 17, rows = 6;
   Array x = Array::random(rows, groups * k, 4, type), y(rows, groups * n);
@@ -452,6 +512,13 @@ std::vector<Case> all_cases() {
     add(name + "-bf16", [=](Report& r) { return linear(r, Type::bf16, Type::bf16, Type::bf16, paired); });
     add(name + "-mixed", [=](Report& r) { return linear(r, Type::f32, Type::bf16, Type::f32, paired); });
   }
+  for (Type type : {Type::f32, Type::bf16})
+    for (bool paired : {false, true}) {
+      const std::string end = std::string(paired ? "-swiglu-" : "-linear-") + label(type);
+      add("int8" + end, [=](Report& r) { return coded(r, Coding::int8, 64, type, paired); });
+      add("int4" + end, [=](Report& r) { return coded(r, Coding::int4, 32, type, paired); });
+      add("mxfp4" + end, [=](Report& r) { return coded(r, Coding::mxfp4, kMxfp4Group, type, paired); });
+    }
   for (Type type : {Type::f32, Type::bf16}) {
     const std::string end = std::string("-") + label(type);
     add("grouped" + end, [=](Report& r) { return grouped(r, type); });

@@ -171,6 +171,18 @@ void multiply_coded(const Packed& w, const float* x, const char* panels, float* 
   product.run(w, x, panels, c);
 }
 
+template <class Code, int PAIR>
+MP_INLINE void decode_pair(const char* chunk, int half, Vec scale, uint32_t* pairs) {
+  uint32_t* target = pairs + PAIR * kPanel + half * kLanes;
+#if defined(MP_DOT)
+  _mm512_storeu_si512(target, Code::template pairs<PAIR>(chunk, half, scale));
+#else
+  Vec low, high;
+  Code::template decode<PAIR>(chunk, half, scale, &low, &high);
+  store_pairs(target, low, high);
+#endif
+}
+
 // A panel as bf16 pairs [k / 2][32]; integers without their scales.
 template <class Code>
 inline void decode_panel(const Packed& w, const char* panel, uint32_t* pairs) {
@@ -180,15 +192,10 @@ inline void decode_panel(const Packed& w, const char* panel, uint32_t* pairs) {
     for (int64_t i = 0; i < w.group / kChunk; i++, chunk += Code::kChunkBytes, pairs += kChunk / 2 * kPanel) {
       MP_UNROLL
       for (int half = 0; half < 2; half++) {
-        Vec low, high;
-        Code::template decode<0>(chunk, half, scales[half], &low, &high);
-        store_pairs(pairs + half * kLanes, low, high);
-        Code::template decode<1>(chunk, half, scales[half], &low, &high);
-        store_pairs(pairs + kPanel + half * kLanes, low, high);
-        Code::template decode<2>(chunk, half, scales[half], &low, &high);
-        store_pairs(pairs + 2 * kPanel + half * kLanes, low, high);
-        Code::template decode<3>(chunk, half, scales[half], &low, &high);
-        store_pairs(pairs + 3 * kPanel + half * kLanes, low, high);
+        decode_pair<Code, 0>(chunk, half, scales[half], pairs);
+        decode_pair<Code, 1>(chunk, half, scales[half], pairs);
+        decode_pair<Code, 2>(chunk, half, scales[half], pairs);
+        decode_pair<Code, 3>(chunk, half, scales[half], pairs);
       }
     }
   }
