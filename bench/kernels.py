@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from common import RESULTS, calibration_ms, console, print_machine, print_table, write_json
+from kernel_sections import measure_coded, measure_gdn, measure_gqa, report_sections
 
 from milepost.core.plan import ZERO_STATE, ChunkPlan, SamplingParams, StepPlan, WorkerRequest
 from milepost.kernels import reference, reference_layers
@@ -31,6 +32,7 @@ from milepost.kernels.index import AttentionIndex, RecurrentIndex, RowSpan
 from milepost.kernels.native_library import native_library
 from milepost.models import load_model
 from milepost.models.description import ModelDescription
+from milepost.models.quantization import QUANTIZATIONS
 from milepost.models.specs import DecoderSpec
 from milepost.runner.worker import TorchWorker
 
@@ -215,8 +217,10 @@ def measure_attention(repetitions: int) -> list[Row]:
 class Runner:
     """Drives a worker by hand: no scheduler, no cache, every request in its own slot."""
 
-    def __init__(self, directory: Path, implementation: str, context: int, batch: int) -> None:
-        self.model = load_model(directory, kernels=select_kernels(implementation))
+    def __init__(
+        self, directory: Path, implementation: str, quantization: str | None, context: int, batch: int
+    ) -> None:
+        self.model = load_model(directory, kernels=select_kernels(implementation), quantization=quantization)
         self._geometry = self.model.geometry(MATCH_UNIT)
         pages = batch * (context // MATCH_UNIT + 2)
         sizes = [pages * size for size in self._geometry.page_record_bytes]
@@ -263,31 +267,37 @@ class Runner:
 
 
 def measure_model(directory: Path, prompt_tokens: int, steps: int) -> list[Row]:
-    """Prefill in steps of 512 rows, then decode steps of one and of eight sequences."""
-    rows = []
-    for implementation in ("native", "reference"):
-        runner = Runner(directory, implementation, prompt_tokens + 3 * steps, 9)
+    """Prefill in steps of 512 rows, then decode steps of one and of eight sequences, in turns."""
+    variants: list[tuple[str, str | None]] = [("native", None), ("reference", None)]
+    if native_library().has_coded_weights:
+        variants[1:1] = [("native", name) for name in QUANTIZATIONS]
+    runners = {variant: Runner(directory, *variant, prompt_tokens + 3 * steps, 9) for variant in variants}
+    prefill, decode = {}, {(variant, batch): float("inf") for variant in variants for batch in (1, 8)}
+    for variant, runner in runners.items():
         runner.run([8], 16, sample=True)
         start = time.process_time()
         for _ in range(prompt_tokens // STEP_ROWS):
             runner.run([0], STEP_ROWS, sample=False)
-        prefill = (time.process_time() - start) / (prompt_tokens // STEP_ROWS * STEP_ROWS)
+        prefill[variant] = (time.process_time() - start) / (prompt_tokens // STEP_ROWS * STEP_ROWS)
         runner.run(list(range(1, 8)), 64, sample=False)
-        times = {}
-        for batch in (1, 8):
-            best = float("inf")
-            for _ in range(steps):
+    for batch in (1, 8):
+        for _ in range(steps):
+            for variant, runner in runners.items():
                 start = time.process_time()
                 runner.run(list(range(batch)), 1, sample=True)
-                best = min(best, time.process_time() - start)
-            times[batch] = best
+                took = time.process_time() - start
+                decode[variant, batch] = min(decode[variant, batch], took)
+    rows = []
+    for variant, runner in runners.items():
+        one, eight = decode[variant, 1], decode[variant, 8]
         rows.append(
             {
-                "kernels": implementation,
-                "prefill_tokens_per_s": 1 / prefill,
-                "decode_ms": times[1] * 1e3,
-                "decode_8_ms": times[8] * 1e3,
-                "batch_gain": 8 * times[1] / times[8],
+                "kernels": " ".join(part for part in variant if part),
+                "prefill_tokens_per_s": 1 / prefill[variant],
+                "decode_ms": one * 1e3,
+                "decode_8_ms": eight * 1e3,
+                "batch_gain": 8 * one / eight,
+                "speedup": decode[variants[0], 1] / one,
                 "bytes_per_step": decode_step_bytes(runner.model.config, runner.model.describe()),
             }
         )
@@ -302,7 +312,7 @@ def decode_step_bytes(spec: DecoderSpec, description: ModelDescription, context:
     """
     item = DTYPES[description.dtype].itemsize
     embedding = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size
-    weights = (description.num_parameters - embedding) * item
+    weights = (description.num_parameters - embedding) * item - description.quantized_bytes_saved
     return weights + 2 * description.state_bytes + context * description.bytes_per_token
 
 
@@ -353,15 +363,23 @@ def report(results: dict[str, list[Row]], bandwidth: float) -> None:
             for r in results["attention"]
         ],
     )
+    report_sections(results)
     for name, rows in results.items():
         if not name.startswith("model "):
             continue
         print_table(
-            f"{name}: floor of a decode step {rows[0]['bytes_per_step'] / bandwidth * 1e3:.2f} ms "
-            f"at {bandwidth / 1e9:.1f} GB/s",
-            ["kernels", "prefill tokens/s", "decode ms", "decode of 8, ms", "tokens/s of 8 over 1"],
+            f"{name}: bf16 and quantised weights; floors at {bandwidth / 1e9:.1f} GB/s",
+            ["kernels", "prefill tokens/s", "decode ms", "floor ms", "of 8, ms", "8 over 1", "over bf16"],
             [
-                [r["kernels"], r["prefill_tokens_per_s"], r["decode_ms"], r["decode_8_ms"], r["batch_gain"]]
+                [
+                    r["kernels"],
+                    r["prefill_tokens_per_s"],
+                    r["decode_ms"],
+                    r["bytes_per_step"] / bandwidth * 1e3,
+                    r["decode_8_ms"],
+                    r["batch_gain"],
+                    r["speedup"],
+                ]
                 for r in rows
             ],
         )
@@ -394,6 +412,10 @@ def main() -> int:
             results["linear"] = measure_linear(options.repetitions)
             results["kda"] = measure_kda(options.repetitions)
             results["attention"] = measure_attention(options.repetitions)
+            results["gqa"] = measure_gqa(compare, options.repetitions)
+            results["gdn"] = measure_gdn(compare, options.repetitions, recurrent_index)
+            if native_library().has_coded_weights:
+                results["coded"] = measure_coded(compare, options.repetitions)
     for directory in options.model:
         results[f"model {directory.name}"] = measure_model(directory, options.prompt_tokens, options.steps)
     report(results, bandwidth)
