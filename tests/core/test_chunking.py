@@ -272,6 +272,11 @@ def test_spacing_is_what_was_asked_for_or_as_fine_as_exports_are_cheap(
     assert effective_spacing(asked, sized_geometry(unit, alignment)) == expected
 
 
+def test_without_exports_the_grid_is_the_match_unit() -> None:
+    assert effective_spacing(9, sized_geometry(3, None)) == 9
+    assert effective_spacing(1, sized_geometry(3, None)) == 3
+
+
 def test_spacing_where_a_checkpoint_ends_a_pass_or_costs_no_bytes() -> None:
     """There the model's sizes say how far apart they are."""
     for geometry in (sized_geometry(16, None), sized_geometry(16, 1, num_recurrent=0)):
