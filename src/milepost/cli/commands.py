@@ -87,10 +87,7 @@ def serve(
     offline: opt.Offline = False,
     host: Annotated[str, typer.Option("--host", help="Address to bind.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 = any free one.")] = 8000,
-    served_model_name: Annotated[
-        str | None,
-        typer.Option("--served-model-name", help="Name in the API. Default: the directory's, or the hub id."),
-    ] = None,
+    served_model_name: opt.ServedModelName = None,
     max_model_len: opt.MaxModelLen = None,
     dtype: opt.Dtype = "auto",
     quantization: opt.Quantization = "none",

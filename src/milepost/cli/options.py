@@ -61,6 +61,10 @@ PrefixCaching = Annotated[
         "--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse prefixes of earlier requests."
     ),
 ]
+ServedModelName = Annotated[
+    str | None,
+    typer.Option("--served-model-name", help="Name in the API. Default: the directory's, or the hub id."),
+]
 MaxModelLen = Annotated[
     int | None,
     typer.Option(
