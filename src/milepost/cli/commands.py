@@ -132,6 +132,11 @@ def serve(
     """Serve a model over the OpenAI API."""
     from milepost.cli.serve import serve_model
 
+    stores = opt.store_options(
+        kv_store=kv_store, persist=persist, persist_bytes=persist_bytes, load_policy=kv_load_policy,
+        verify_weights=verify_weights, kv_events_config=kv_events_config, role=role, serve_kv=serve_kv,
+        peer_token_file=peer_token_file,
+    )  # fmt: skip
     options = opt.serving_options(
         model=model,
         cache_bytes=cache_bytes,
@@ -156,17 +161,7 @@ def serve(
         chat_template=chat_template,
         generation_config=generation_config,
         speculative_config=speculative_config,
-        stores=opt.store_options(
-            kv_store=kv_store,
-            persist=persist,
-            persist_bytes=persist_bytes,
-            load_policy=kv_load_policy,
-            verify_weights=verify_weights,
-            kv_events_config=kv_events_config,
-            role=role,
-            serve_kv=serve_kv,
-            peer_token_file=peer_token_file,
-        ),
+        stores=stores,
     )
     server_options = opt.server_options(
         request_timeout=request_timeout,
