@@ -3,10 +3,11 @@
     python evaluate_drafter.py --model ../../src/milepost/assets/milepost-tiny --json drafter.json
 
 Acceptance by position of the guess, at 1 to 3 guesses per step, greedy and at temperature 0.7, on held-out
-prompts: recall cases of tests/support/recall.py (The Tempest as filler), and the last turns of synthetic
-dialogues of seeds the training never drew. With `--speed` also the time per token with and without guesses:
-the same prompts in turns, one engine after the other, in CPU seconds of the process (other work on the
-machine counts little) and in wall seconds.
+prompts: recall cases of tests/support/recall.py (The Tempest as filler), the last turns of synthetic
+dialogues of seeds the training never drew, and 100 tokens of The Tempest to be continued. With `--speed`
+also the time per token with and without guesses, for the plays and for all that asks something: the same
+prompts in turns, one engine after the other, in CPU seconds of the process (other work on the machine counts
+little) and in wall seconds.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from milepost.engine.speculative import MTP, SpeculativeConfig  # noqa: E402
 MAX_DRAFTS = 3
 MAX_TOKENS = 64
 RECALL_DISTANCES = (200, 500, 1000)
+PLAY_TOKENS = 100
 
 
 @dataclass
@@ -105,16 +107,24 @@ def make_prompts(model: ServingModel, num_cases: int) -> dict[str, list[array[in
         )
         for question, _ in dialogues.GREETINGS
     ]
+    prompts["plays"] = [
+        array("I", encode(dialogues.BOS) + cases.filler(random.Random(f"plays/{seed}"), PLAY_TOKENS))
+        for seed in range(num_cases)
+    ]
     return prompts
 
 
-def started(folder: Path, num_drafts: int) -> ServingModel:
-    """A model that always makes so many guesses; 0 = none, and no module is loaded."""
+def started(folder: Path, num_drafts: int, *, always: bool = True) -> ServingModel:
+    """A model that makes so many guesses; 0 = none, and no module is loaded.
+
+    Args:
+        always: else as many as the server takes to be worth it.
+    """
     speculative = SpeculativeConfig(MTP, num_drafts) if num_drafts else None
     model = load_serving_model(folder, ServingOptions(cache_bytes=64 << 20, speculative=speculative))
     model.engine.start()
-    if num_drafts:
-        planner = DraftPlanner(None, num_drafts)  # the server's own would draft less where it does not pay
+    if num_drafts and always:
+        planner = DraftPlanner(None, num_drafts)
         model.engine.act(lambda scheduler, now: setattr(scheduler, "drafts", planner)).result()
     return model
 
@@ -142,12 +152,14 @@ def acceptance(model: ServingModel, prompts: list[array[int]], temperature: floa
     )
 
 
-def acceptance_table(folder: Path, num_cases: int) -> list[dict[str, Any]]:
+def acceptance_table(folder: Path, num_cases: int, tasks: list[str] | None) -> list[dict[str, Any]]:
     rows = []
     for num_drafts in range(1, MAX_DRAFTS + 1):
         model = started(folder, num_drafts)
         try:
             for name, some in make_prompts(model, num_cases).items():
+                if tasks is not None and name not in tasks:
+                    continue
                 for temperature in (0.0, 0.7):
                     figures = acceptance(model, some, temperature).figures(num_drafts)
                     rows.append(
@@ -159,36 +171,48 @@ def acceptance_table(folder: Path, num_cases: int) -> list[dict[str, Any]]:
     return rows
 
 
+def timed(model: ServingModel, prompts: list[array[int]]) -> tuple[float, float]:
+    """CPU and wall seconds of greedy answers."""
+    begun = time.process_time(), time.perf_counter()
+    for prompt in prompts:
+        generate(model, prompt, 0.0, 0)
+    return time.process_time() - begun[0], time.perf_counter() - begun[1]
+
+
 def speed(folder: Path, num_cases: int, num_drafts: int, num_rounds: int) -> dict[str, Any]:
     """Seconds per token without guesses over seconds per token with: above 1, guesses are faster."""
-    plain, drafting = started(folder, 0), started(folder, num_drafts)
-    ratios: dict[str, list[float]] = {"cpu": [], "wall": []}
+    plain = started(folder, 0)
+    drafting = {"always": started(folder, num_drafts), "adaptive": started(folder, num_drafts, always=False)}
+    models = [plain, *drafting.values()]
+    ratios: dict[str, dict[str, list[float]]] = {}
     try:
-        prompts = [prompt for some in make_prompts(plain, num_cases).values() for prompt in some]
-        for model in (plain, drafting):  # everything is a hit from here on: what is timed is decoding
-            for prompt in prompts:
-                generate(model, prompt, 0.0, 0)
+        made = make_prompts(plain, num_cases)
+        groups = {
+            "plays": made.pop("plays"),
+            "questions": [prompt for some in made.values() for prompt in some],
+        }
+        for model in models:  # everything is a hit from here on: what is timed is decoding
+            for prompts in groups.values():
+                timed(model, prompts)
         for round_ in range(num_rounds):
-            seconds: dict[bool, tuple[float, float]] = {}
-            for is_drafting in (False, True) if round_ % 2 == 0 else (True, False):
-                model = drafting if is_drafting else plain
-                begun = time.process_time(), time.perf_counter()
-                for prompt in prompts:
-                    generate(model, prompt, 0.0, 0)
-                seconds[is_drafting] = time.process_time() - begun[0], time.perf_counter() - begun[1]
-            for at, kind in enumerate(("cpu", "wall")):
-                ratios[kind].append(seconds[False][at] / seconds[True][at])
-            print(f"round {round_}: cpu x{ratios['cpu'][-1]:.3f}, wall x{ratios['wall'][-1]:.3f}", flush=True)
+            for group, prompts in groups.items():
+                order = models if round_ % 2 == 0 else models[::-1]
+                seconds = {id(model): timed(model, prompts) for model in order}
+                for way, model in drafting.items():
+                    for at, clock in enumerate(("cpu", "wall")):
+                        ratio = seconds[id(plain)][at] / seconds[id(model)][at]
+                        ratios.setdefault(f"{group}, {way}", {}).setdefault(clock, []).append(ratio)
+                        print(f"round {round_}, {group}, {way}, {clock}: x{ratio:.3f}", flush=True)
     finally:
-        plain.close()
-        drafting.close()
-    return {
-        "num_drafts": num_drafts,
-        **{
-            kind: {"median": round(statistics.median(some), 3), "min": min(some), "max": max(some)}
-            for kind, some in ratios.items()
-        },
-    }
+        for model in models:
+            model.close()
+    figures: dict[str, Any] = {"num_drafts": num_drafts, "rounds": num_rounds}
+    for name, by_clock in ratios.items():
+        figures[name] = {
+            clock: {"median": round(statistics.median(some), 3), "min": min(some), "max": max(some)}
+            for clock, some in by_clock.items()
+        }
+    return figures
 
 
 def main() -> None:
@@ -197,12 +221,15 @@ def main() -> None:
     )
     parser.add_argument("--model", type=Path, default=REPOSITORY / "src/milepost/assets/milepost-tiny")
     parser.add_argument("--cases", type=int, default=40, help="prompts per task")
+    parser.add_argument("--tasks", nargs="*", help="acceptance on these only; nothing behind it = on none")
     parser.add_argument("--speed", type=int, default=0, metavar="ROUNDS", help="also time so many rounds")
     parser.add_argument("--speed-drafts", type=int, default=2, help="guesses per step in the timed rounds")
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    figures: dict[str, Any] = {"acceptance": acceptance_table(arguments.model, arguments.cases)}
+    figures: dict[str, Any] = {
+        "acceptance": acceptance_table(arguments.model, arguments.cases, arguments.tasks)
+    }
     if arguments.speed:
         figures["speed"] = speed(
             arguments.model, max(1, arguments.cases // 4), arguments.speed_drafts, arguments.speed
