@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from collections.abc import Callable
 
@@ -18,6 +19,7 @@ from milepost.config import CacheConfig
 from milepost.core.geometry import AttentionGroupSpec, CacheGeometry, RecurrentGroupSpec
 from milepost.engine import serving
 from milepost.engine.serving import ServingOptions
+from milepost.engine.speculative import SpeculativeConfig
 from milepost.errors import ConfigError
 
 Run = Callable[..., tuple[int, str, str]]
@@ -116,6 +118,30 @@ def test_chat_shows_what_each_turn_cost(run: Run, tiny: list[ServingOptions]) ->
     assert reused[0] == 0
     assert 0 < reused[2] < reused[1], "after a reset only the system prompt is shared"
     assert all("first token after" in line and "computed" in line for line in costs)
+
+
+@pytest.mark.parametrize("command", [("complete", "x"), ("chat",)])
+def test_both_take_a_drafter(run: Run, tiny: list[ServingOptions], command: tuple[str, ...]) -> None:
+    flag = "--speculative-config"
+    status, _, err = run(*command, flag, '{"method": "mtp", "num_speculative_tokens": 2}')
+    assert status == 0, err
+    assert tiny[-1].speculative == SpeculativeConfig("mtp", 2)
+    status, _, err = run(*command, flag, '{"method": "oracle", "num_speculative_tokens": 2}')
+    assert status == 2 and "--speculative-config: method 'oracle' is not supported" in err
+
+
+def test_chat_says_how_many_guesses_were_right(run: Run) -> None:
+    """With the embedded model and its own module."""
+    pytest.importorskip("torch")
+    flags = ("--temperature", "0", "--cache-bytes", "64MiB")
+    drafter = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 2}')
+    turn = "The code of Mira is 4821.\n"
+    _, plain, err = run("chat", *flags, stdin=turn)
+    assert "guesses" not in err
+    _, out, err = run("chat", *flags, *drafter, stdin=turn)
+    assert out == plain
+    found = re.search(r"(\d+) of (\d+) guesses right", err)
+    assert found is not None and 0 < int(found[1]) <= int(found[2])
 
 
 def test_chat_survives_an_overlong_turn(run: Run, tiny: list[ServingOptions]) -> None:
