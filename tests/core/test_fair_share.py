@@ -30,6 +30,31 @@ def test_one_owner_is_served_in_order_of_arrival() -> None:
     assert sorted(ids, key=lambda i: (first[i], i)) == ids
 
 
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), seats=st.integers(1, 4), owners=st.sampled_from(["a", "ab"]))
+def test_hits_let_nobody_pass_who_came_later(data: st.DataObject, seats: int, owners: str) -> None:
+    """What was expected of a prompt was its length, what it costs is less when it hits: requests that come
+    then have earlier turns than they would have had, but not than their owner's that wait."""
+    harness = Harness(budget=24, max_num_seqs=seats)
+    for seed in range(3):
+        harness.serve(numbered(60, seed))
+    arrivals: list[int] = []
+    for _ in range(data.draw(st.integers(5, 30))):
+        if data.draw(st.booleans()):
+            prompt = numbered(60, data.draw(st.integers(0, 5)))[: data.draw(st.integers(5, 60))]
+            owner = data.draw(st.sampled_from(owners))
+            arrivals.append(harness.add(prompt, data.draw(st.integers(1, 12)), owner=owner))
+            if data.draw(st.integers(0, 9)) == 0:
+                harness.scheduler.abort(data.draw(st.sampled_from(arrivals)))
+        else:
+            harness.step()
+    harness.run()
+    first = first_steps(harness)
+    for owner in owners:
+        served = [i for i in arrivals if harness.requests[i].owner == owner and i in first]
+        assert sorted(served, key=lambda i: (first[i], i)) == served
+
+
 def test_a_burst_of_one_owner_does_not_hold_up_another() -> None:
     harness = Harness(budget=16)
     burst = [harness.add(numbered(64, seed), owner="greedy") for seed in range(20)]
@@ -64,7 +89,7 @@ def test_cached_tokens_are_free() -> None:
     request = harness.requests[again]
     shares.arrive(request)
     assert shares._ends == {"a": 400}
-    shares.end(request)
+    shares.end(request, ())
     assert shares._ends["a"] <= 8
 
 

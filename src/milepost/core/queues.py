@@ -1,12 +1,12 @@
 """Who waits and in which order: priority first (lower is sooner), then the owner's turn, then arrival.
 
-With one owner turns never fall, so the order is that of arrival. Deterministic.
+Among requests of one owner and priority the order is that of arrival. Deterministic.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from milepost.core.request import Request
 
@@ -29,8 +29,10 @@ class FairShare:
 
     Self-clocked fair queueing, in its start-time form (Goyal, Vin and Cheng, 1996): a request's turn is
     the later of the clock and the end of its owner's previous request; the clock is the turn served
-    last. Its length is its prompt when it arrives, and what it really cost when it ends. Between two
-    owners that always have requests waiting, the tokens served differ by at most their largest requests.
+    last. Its length is its prompt when it arrives, and what it really cost when it ends: then those of its
+    owner that came after it and still wait move by the difference, so that nobody who comes later passes
+    them. Between two owners that always have requests waiting, the tokens served differ by at most their
+    largest requests.
     """
 
     __slots__ = ("_clock", "_ends")
@@ -50,14 +52,25 @@ class FairShare:
         if not is_background(request):
             self._clock = max(self._clock, request.turn)
 
-    def end(self, request: Request) -> None:
-        """Charge what it cost: cached tokens cost nothing, generated ones as much as others."""
+    def end(self, request: Request, waiting: Iterable[Request]) -> bool:
+        """Charge what it cost: cached tokens cost nothing, generated ones as much as others.
+
+        Returns whether turns of `waiting` changed.
+        """
         if is_background(request):
-            return
+            return False
         cost = 0
         if request.reuse is not None:
             cost = request.num_tokens - request.reuse.num_cached_tokens
-        end = self._ends.get(request.owner, 0) + cost - request.num_prompt_tokens
+        more = cost - request.num_prompt_tokens
+        self._charge(request, more)
+        behind = [r for r in waiting if r.owner == request.owner and r.arrival > request.arrival]
+        for other in behind:
+            other.turn = max(min(other.turn, self._clock), other.turn + more)
+        return bool(behind)
+
+    def _charge(self, request: Request, more: int) -> None:
+        end = self._ends.get(request.owner, 0) + more
         if end > self._clock:
             self._ends[request.owner] = end
         else:
@@ -99,4 +112,5 @@ class RequestQueue:
 
     def settle(self, request: Request) -> None:
         """It has ended, wherever it was."""
-        self._shares.end(request)
+        if self._shares.end(request, self._requests):
+            self._requests.sort(key=order_key)
