@@ -30,8 +30,10 @@ __version__ = "0.1.0"
 API_VERSION = 2
 """Raised with every change of a signature; Milepost refuses another one."""
 API_REVISION = 2
-"""Raised with every addition; Milepost does without what an older library lacks. 1: coded weights; 2: expanded
-latents."""
+"""Raised with every addition; Milepost does without what an older library lacks.
+
+1: coded weights; 2: expanded latents.
+"""
 
 __all__ = [
     "API_REVISION",
