@@ -278,6 +278,7 @@ def plot(results: Results, path: Path) -> None:
     names = {CHAT_32: OURS, VLLM: VLLM, CHAT_LLAMA: LLAMA}
     later = {name: results.chats[chat].later_cpu_ms for chat, name in names.items() if chat in results.chats}
     panels.append(("later turn, first token, ms", later))
+    panels = [panel for panel in panels if panel[1]] or panels[:1]
     colours = dict(zip(engines, ("#1b6ca8", "#e08e0b", "#5b8c5a", "#8f8f8f"), strict=True))
     figure, axes = pyplot.subplots(1, len(panels), figsize=(12, 2.8), layout="constrained")
     for axis, (title, values) in zip(axes, panels, strict=True):
