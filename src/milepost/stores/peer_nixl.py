@@ -10,6 +10,7 @@ not used again before NIXL says that it has ended.
 from __future__ import annotations
 
 import hmac
+import importlib
 import ipaddress
 import logging
 import os
@@ -45,6 +46,18 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def _nixl_api() -> Any:
+    """Hosts with another CUDA have another package.
+
+    Raises:
+        ImportError: neither is installed.
+    """
+    try:
+        return importlib.import_module("nixl_cu12._api")
+    except ImportError:
+        return importlib.import_module("nixl_cu13._api")
+
+
 def new_agent(area: StagingArea, host: str) -> Any:
     """An agent with `area` registered.
 
@@ -57,16 +70,13 @@ def new_agent(area: StagingArea, host: str) -> Any:
     if is_loopback(host):
         os.environ.setdefault(_DEVICES, "lo")
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    nixl = _nixl_api()
     try:
-        from nixl_cu12._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
-    except ImportError:
-        # Hosts with another CUDA have another package.
-        from nixl_cu13._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t  # type: ignore[no-redef]
-
-    try:
-        agent = nixl_agent(
+        agent = nixl.nixl_agent(
             f"milepost-{uuid.uuid4()}",
-            nixl_agent_config(backends=["UCX"], sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT),
+            nixl.nixl_agent_config(
+                backends=["UCX"], sync_mode=nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+            ),
         )
         if "UCX" not in agent.backends:
             raise StoreError("NIXL has no UCX here")
