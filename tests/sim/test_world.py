@@ -162,7 +162,7 @@ def test_a_wrong_count_of_reused_tokens_is_found(monkeypatch: pytest.MonkeyPatch
 def test_a_livelock_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     one = make_world()
     one.add(RequestSpec(random_tokens(Random(0), 6), 2, greedy()))
-    monkeypatch.setattr(one.scheduler, "_admit", lambda plan, budget: None)
+    monkeypatch.setattr(one.scheduler, "_admit", lambda plan, budget, **_: budget)
     with pytest.raises(SimulationError, match="wait for ever"):
         one.drain()
 

@@ -103,10 +103,11 @@ def encode_head(segment: StoredSegment) -> bytes:
         StoreError: a segment that no reader would accept.
     """
     header = segment.header
+    head = head_of(header, segment.payload_digest or _digest(segment.payload))
     num_bytes = sum(memoryview(piece).nbytes for piece in segment.payload)
     if num_bytes != header.payload_bytes:
         raise StoreError(f"the payload has {num_bytes} bytes, its header says {header.payload_bytes}")
-    return head_of(header, segment.payload_digest or _digest(segment.payload))
+    return head
 
 
 def head_of(header: SegmentHeader, payload_digest: bytes = bytes(_DIGEST_BYTES)) -> bytes:
