@@ -179,7 +179,8 @@ def check(world: World, case: Case, seed: int, folder: Path, fault: Fault | None
             while (finish := events.get(timeout=120)) and getattr(finish, "finish_reason", None) is None:
                 num_hits += bool(getattr(finish, "reuse", None) and finish.reuse.num_cached_tokens)
         wait_for_audits(engine, num_hits)
-        if store is not None:
+        if store is not None and not waiting:
+            # A neighbour may begin like it, and load what both need first.
             assert second.load.outcome == "loaded" or second.reuse.num_cached_tokens == 0
     return second.reuse.num_cached_tokens
 

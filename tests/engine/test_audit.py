@@ -13,6 +13,7 @@ import pytest
 from tests.engine.engines import Bench, assert_accepted, collect, running_engine
 
 from milepost.core.hashing import KeyChain
+from milepost.core.metrics import TimeCounts
 from milepost.core.queues import BACKGROUND_PRIORITY
 from milepost.core.request import CacheDomain
 from milepost.engine.audit import (
@@ -84,7 +85,10 @@ def test_audits_change_no_usage_no_counter_and_no_answer() -> None:
                 )
                 for record in bench.recorder.records
             ]
-            counted = dataclasses.replace(stats.counters, num_steps=0, num_prefill_tokens=0)
+            assert sum(stats.counters.reuse_gaps.counts) == 7
+            counted = dataclasses.replace(
+                stats.counters, num_steps=0, num_prefill_tokens=0, reuse_gaps=TimeCounts()
+            )
             gauges = (stats.num_running, stats.num_waiting, stats.states_by_reason, stats.used_bytes)
             return answers, records, bench.recorder.reuses, bench.recorder.num_tokens, counted, gauges
 

@@ -3,6 +3,7 @@ what became of the guesses."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -78,6 +79,7 @@ def test_a_chat_is_answered_alike_and_says_what_was_guessed(
 
 def test_counts_are_those_of_all_choices_and_of_the_metrics(drafting: str) -> None:
     def totals() -> tuple[int, int]:
+        time.sleep(0.3)  # the engine's numbers are taken ten times a second
         names = ("vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total")
         lines = HTTP.get(f"{drafting}/metrics").text.splitlines()
         values = [float(line.split()[-1]) for name in names for line in lines if line.startswith(name + "{")]
