@@ -239,8 +239,11 @@ def medians(samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-def median_ratio(ours: Sequence[Sample], theirs: Sequence[Sample]) -> float:
-    """Median ratio of processor times per token, ours over theirs; the k-th of each ran side by side."""
-    return statistics.median(
-        a.cpu_ms_per_token / b.cpu_ms_per_token for a, b in zip(ours, theirs, strict=False)
-    )
+def median_ratio(ours: Sequence[Sample], theirs: Sequence[Sample]) -> float | None:
+    """Median ratio of processor times per token, ours over theirs; the k-th of each ran side by side.
+
+    None: nothing to compare. Processor time comes in ticks of 10 ms, and short runs may have none.
+    """
+    pairs = [(a.cpu_ms_per_token, b.cpu_ms_per_token) for a, b in zip(ours, theirs, strict=False)]
+    ratios = [a / b for a, b in pairs if a > 0 and b > 0]
+    return statistics.median(ratios) if ratios else None

@@ -101,13 +101,15 @@ def speed(samples: Sequence[Sample], *, rate: bool = False) -> str:
         return "not measured"
     middle = medians(samples)
     cpu, wall = middle["cpu_ms_per_token"], middle["wall_ms_per_token"]
+    if not cpu:
+        return "too short to tell"
     if rate:
         return f"{number(1e3 / cpu)} tokens/s ({number(1e3 / wall)})"
     return f"{number(cpu)} ms/token ({number(wall)})"
 
 
 def _ratio(ours: Sequence[Sample], theirs: Sequence[Sample]) -> float | None:
-    return median_ratio(ours, theirs) if ours and theirs else None
+    return median_ratio(ours, theirs)
 
 
 def rows(results: Results) -> list[Row]:

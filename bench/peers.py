@@ -273,7 +273,7 @@ class Run:
             for repetition in range(min(3, self.options.repetitions) + 1):
                 for server in servers:
                     kept = self.results.mla.setdefault(server.engine.name.split()[1], [])
-                    count = self.options.mla_tokens if repetition else 600
+                    count = self.options.mla_tokens if repetition else min(600, self.options.mla_tokens)
                     self.measure(
                         *(server, "prefill", lambda s=server, n=count: prefill(s, ids.take(n))),
                         kept if repetition else None,

@@ -99,6 +99,8 @@ def test_ratios_compare_what_ran_side_by_side(bench: SimpleNamespace) -> None:
     theirs = [sample(measures, value) for value in (2.0, 20.0, 4.0)]
 
     assert measures.median_ratio(ours, theirs) == pytest.approx(0.5)
+    none = [sample(measures, 0.0)]
+    assert measures.median_ratio(none, theirs[:1]) is measures.median_ratio(theirs[:1], none) is None
     assert measures.medians(ours)["cpu_ms_per_token"] == 3.0
     assert measures.medians(ours)["best_cpu_ms_per_token"] == 1.0
     assert measures.medians(ours)["wall_ms_per_token"] == 6.0

@@ -8,6 +8,7 @@ find the same bits. `test_bitwise.py` does the same below the scheduler, with ev
 
 from __future__ import annotations
 
+import queue
 import random
 import secrets
 import time
@@ -127,6 +128,16 @@ def wait_for_audits(engine: Replica, num_hits: int) -> None:
     assert counts.num_equal == num_hits, counts
 
 
+def hits(events: queue.SimpleQueue[Any]) -> bool:
+    """Waits for the end of an answer; whether it reused anything."""
+    has_hit = False
+    while True:
+        event = events.get(timeout=120)
+        has_hit |= bool(getattr(event, "reuse", None) and event.reuse.num_cached_tokens)
+        if getattr(event, "finish_reason", None) is not None:
+            return has_hit
+
+
 def check(world: World, case: Case, seed: int, folder: Path, fault: Fault | None = None) -> int:
     """Runs a case; the number of tokens the second request reused."""
     model = world.model(case)
@@ -156,32 +167,28 @@ def check(world: World, case: Case, seed: int, folder: Path, fault: Fault | None
         wanted = [(branch_position(prompt), "message")]
         first = engine.ask(prompt, case["num_generated"], wanted=wanted)
         assert first.same_as(expected_first)
-        for events in waiting:
-            while getattr(events.get(timeout=120), "finish_reason", None) is None:
-                pass
+        num_hits = sum(map(hits, waiting)) + (first.reuse.num_cached_tokens > 0)
         if store is not None:
+            num_hits = 0
             engine.settle()
             engine = stack.enter_context(replica(model, world.tokenizer, *stores, **options))
         if fault is not None:
             fault(engine, follower)
-        num_before = sum(engine.engine.audits().by_result().values()) + engine.engine.audits().num_waiting
         waiting = [engine.start(other + [7], 12) for other in others[:1]]
         second = engine.ask(follower, NUM_NEXT)
         assert second.same_as(expected), "another answer"
-        num_hits = num_before + (second.reuse.num_cached_tokens > 0)
+        num_hits += second.reuse.num_cached_tokens > 0
         shared = {
             "again": len(prompt),
             "goes_on": len(prompt) + case["num_generated"] - 1,
             "branches": branch_position(prompt),
         }[case["follows"]]
         assert second.reuse.num_computed_tokens <= bound(shared, len(follower))
-        for events in waiting:
-            while (finish := events.get(timeout=120)) and getattr(finish, "finish_reason", None) is None:
-                num_hits += bool(getattr(finish, "reuse", None) and finish.reuse.num_cached_tokens)
+        num_hits += sum(map(hits, waiting))
         wait_for_audits(engine, num_hits)
         if store is not None and not waiting:
             # A neighbour may begin like it, and load what both need first.
-            assert second.load.outcome == "loaded" or second.reuse.num_cached_tokens == 0
+            assert second.reuse.num_cached_tokens == 0 or second.load.outcome == "loaded"
     return second.reuse.num_cached_tokens
 
 
@@ -206,7 +213,7 @@ def test_a_random_remainder(world: World, tmp_path: Path) -> None:
         try:
             check(world, case, rng.randrange(1 << 20), folder)
         except AssertionError as error:
-            raise AssertionError(f"seed {seed}, case {num_done}: {row_id(case)}: {error}") from None
+            raise AssertionError(f"seed {seed}, case {num_done}: {row_id(case)}: {error}") from error
         num_done += 1
     print(f"{num_done} cases")
     assert num_done > 3
