@@ -94,9 +94,9 @@ def run_alone(tree: Path, changed: str) -> str:
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r})\n"
         "from pathlib import Path\nfrom mutate import Runner\n"
-        f"print(Runner(Path({str(tree)!r}), 1).run(['tests/test_rule.py'])[::2])"
+        f"print(Runner(Path({str(tree)!r}), 4).run(['tests/test_rule.py'])[::2])"
     )
-    environment = {"PATH": "/usr/bin:/bin"}
+    environment = {"PATH": "/usr/bin:/bin", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
