@@ -55,7 +55,7 @@ class FairShare:
     def end(self, request: Request, waiting: Iterable[Request]) -> bool:
         """Charge what it cost: cached tokens cost nothing, generated ones as much as others.
 
-        Returns whether turns of `waiting` changed.
+        Returns whether turns of `waiting` changed. O(waiting).
         """
         if is_background(request):
             return False

@@ -247,7 +247,7 @@ class Scheduler:
                 budget -= num_tokens
                 prefill_budget -= num_tokens
         left = self._admit(plan, min(budget, prefill_budget), in_background=False)
-        for request in filter(is_background, running):
+        for request in filter(is_background, running if self._background.num_left_tokens else ()):
             limit = min(left, self._background.num_left_tokens)
             if limit > 0 and request.status is RequestStatus.RUNNING:
                 left -= self._plan_prefill(plan, request, limit)
@@ -329,10 +329,10 @@ class Scheduler:
         """Returns the tokens that are left."""
         known_to_wait: set[int] = set()
         for request in self.waiting:
-            if is_background(request) is not in_background:
-                continue
             if num_budget_tokens < 1:
                 break
+            if is_background(request) is not in_background:
+                continue
             if len(self.running) >= self.config.max_num_seqs and not self._make_way(request):
                 break
             if self.transfers.is_held(request.request_id):

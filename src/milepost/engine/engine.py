@@ -305,8 +305,8 @@ class Engine:
     def step(self) -> None:
         """One turn of the loop."""
         self._auditor.start_one()
-        plan = self._scheduler.schedule(self._clock())
-        note_admissions(plan, self._answers, self._clock())
+        plan = self._scheduler.schedule(now := self._clock())
+        note_admissions(plan, self._answers, now)
         constrain(plan, self._answers)
         result = self._execute(plan)
         updates = self._scheduler.commit(result)

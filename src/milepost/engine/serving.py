@@ -235,7 +235,7 @@ def load_serving_model(
     Raises:
         ConfigError, CheckpointFileError: before any weight is read, wherever that is possible.
     """
-    from milepost.models.description import describe, model_directory, model_name
+    from milepost.models.description import describe, expands_latents, model_directory, model_name
 
     path = model_directory(EMBEDDED_MODEL if directory is None else directory)
     cache = options.cache_config()
@@ -243,7 +243,8 @@ def load_serving_model(
     check_exactness(options.exactness)
     options.stores.check()
     description = describe(path, **options.model_options)
-    if options.exactness == EXACT_PROMPTS and "mla" in description.layer_kinds:
+    expands = expands_latents(description.layer_kinds, options.exactness)
+    if expands and options.exactness == EXACT_PROMPTS:
         cache = dataclasses.replace(cache, shares_generated_tokens=False)
     geometry = description.layout.geometry(options.match_unit)
     max_model_len = check_budget(geometry, cache, description.max_model_len, options.max_model_len)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from milepost.config import EXACT
 from milepost.errors import CheckpointFileError, ConfigError
 from milepost.models.config_reader import read_json_object
 from milepost.models.hub import is_hub_id, snapshot_directory
@@ -76,6 +78,11 @@ def model_directory(path: str | Path) -> Path:
             return snapshot_directory(str(path))
         raise CheckpointFileError(f"{directory} is not a directory; give a local directory with config.json")
     return directory
+
+
+def expands_latents(layer_kinds: Iterable[str], exactness: str) -> bool:
+    """Whether some rows of a model's attention work on expanded latents, see `runner.expansion`."""
+    return exactness != EXACT and "mla" in layer_kinds
 
 
 def model_name(path: str | Path) -> str:

@@ -15,6 +15,7 @@ from milepost.kernels.api import Kernels, select_kernels
 from milepost.models.description import (
     ModelDescription,
     describe_spec,
+    expands_latents,
     model_directory,
     read_spec,
     resolve_dtype,
@@ -44,6 +45,7 @@ class LoadedModel:
         kernels: the operations it calls, with the choices behind them.
         unused_tensors: names in the files that the decoder has no use for.
         drafts: the checkpoint's own draft modules, None unless they were asked for.
+        expands_latents: see `description.expands_latents`.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class LoadedModel:
         self.unused_tensors = unused_tensors
         self.drafts = drafts
         self.quantization = quantization
+        self.expands_latents = expands_latents((layer.mixer for layer in config.layers), kernels.exactness)
 
     @property
     def numerics(self) -> str:
@@ -75,11 +78,6 @@ class LoadedModel:
     @property
     def vocab_size(self) -> int:
         return self.config.vocab_size
-
-    @property
-    def expands_latents(self) -> bool:
-        """Whether some rows of its attention work on expanded latents, see `runner.expansion`."""
-        return self.config.mla is not None and self.kernels.exactness != EXACT
 
     @property
     def max_model_len(self) -> int:

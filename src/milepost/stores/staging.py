@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from milepost.core.units import ceil_to, floor_to
 from milepost.errors import StoreError
 from milepost.stores.buffers import new_buffer
 from milepost.stores.objects import Clock, Deadline
@@ -26,7 +27,7 @@ class StagingArea:
         """
         if num_bytes < ALIGNMENT_BYTES:
             raise StoreError(f"a staging area has at least {ALIGNMENT_BYTES} bytes, not {num_bytes}")
-        self.num_bytes = num_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        self.num_bytes = floor_to(num_bytes, ALIGNMENT_BYTES)
         self.view = new_buffer(self.num_bytes)
         self._condition = threading.Condition()
         self._holes = [(0, self.num_bytes)]  # [first, end), by position
@@ -46,7 +47,7 @@ class StagingArea:
 
     def take(self, num_bytes: int) -> int | None:
         """Where so many bytes are free now; None if they are not. `give_back` returns them."""
-        needed = -(-max(1, num_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        needed = ceil_to(max(1, num_bytes), ALIGNMENT_BYTES)
         with self._condition:
             for index, (first, end) in enumerate(self._holes):
                 if end - first >= needed:
