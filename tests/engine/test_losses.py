@@ -11,21 +11,10 @@ import pytest
 from tests.engine.replicas import UNIT, Kept, Replica, bound, file_store, memory_store, replica, words
 
 from milepost.engine import tiering_limits as limits
-from milepost.engine.serving import EMBEDDED_MODEL
 from milepost.engine.tokenizer import Tokenizer
-from milepost.models.loading import LoadedModel, load_model
+from milepost.models.loading import LoadedModel
 from milepost.stores.memory import MemoryStore
 from milepost.stores.port import StoredSegment
-
-
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return load_model(EMBEDDED_MODEL)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_directory(EMBEDDED_MODEL)
 
 
 def settled(here: Replica) -> None:

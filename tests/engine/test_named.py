@@ -38,10 +38,9 @@ from milepost.engine.explain import ReuseExplainer
 from milepost.engine.manifests import MAX_NAMES, NAME, NAME_REASONS, StoresUnavailable, checked_name
 from milepost.engine.named import NamedConversations, common_prefix, usable
 from milepost.engine.named_messages import Meant
-from milepost.engine.serving import EMBEDDED_MODEL
 from milepost.engine.tokenizer import Tokenizer
 from milepost.errors import RequestError, StoreError
-from milepost.models.loading import LoadedModel, load_model
+from milepost.models.loading import LoadedModel
 from milepost.stores.faulty import Faults, FaultyStore
 from milepost.stores.folder import LEDGER_NAME
 from milepost.stores.port import SegmentHeader
@@ -49,16 +48,6 @@ from milepost.stores.segment_format import decode
 
 T = TypeVar("T")
 OPEN = CacheDomain()
-
-
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return load_model(EMBEDDED_MODEL)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_directory(EMBEDDED_MODEL)
 
 
 def run(action: Callable[[], Awaitable[T]]) -> T:

@@ -14,10 +14,9 @@ from tests.engine.replicas import FINGERPRINT, UNIT, Kept, Replica, bound, memor
 from milepost.core.request import CacheDomain
 from milepost.engine.peer_source import CacheSource
 from milepost.engine.segments import SegmentCodec
-from milepost.engine.serving import EMBEDDED_MODEL
 from milepost.engine.tokenizer import Tokenizer
 from milepost.errors import StoreError
-from milepost.models.loading import LoadedModel, load_model
+from milepost.models.loading import LoadedModel
 from milepost.server.app import bind
 from milepost.server.peer_app import PeerApp, PeerServer
 from milepost.stores.peer import PeerStore
@@ -27,16 +26,6 @@ from milepost.stores.staging import StagingArea
 
 SECRET = "secret-of-peers-in-tests"
 LARGEST = 32 << 20
-
-
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return load_model(EMBEDDED_MODEL)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_directory(EMBEDDED_MODEL)
 
 
 @contextmanager

@@ -27,20 +27,9 @@ from tests.engine.replicas import (
 from milepost.core.plan import SamplingParams
 from milepost.core.request import CacheDomain
 from milepost.engine.messages import GenerationRequest
-from milepost.engine.serving import EMBEDDED_MODEL
 from milepost.engine.tokenizer import Tokenizer
-from milepost.models.loading import LoadedModel, load_model
+from milepost.models.loading import LoadedModel
 from milepost.stores.faulty import Faults, FaultyStore
-
-
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return load_model(EMBEDDED_MODEL)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_directory(EMBEDDED_MODEL)
 
 
 # ------------------------------------------------------------------ restart

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -10,6 +10,9 @@ import torch
 
 from milepost.kernels.native import NativeOperations
 from milepost.kernels.native_library import native_library
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+"""Rows [N, in] times a weight -> [N, out]."""
 
 DTYPES = [torch.float32, torch.bfloat16]
 NAN = float("nan")
@@ -60,3 +63,27 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.dtype == right.dtype and torch.equal(
         left.contiguous().view(integer), right.contiguous().view(integer)
     )
+
+
+def assert_rows_stand_alone(isa: str, x: torch.Tensor, make: Callable[[], Product]) -> None:
+    """Every row of x [97, in] has the same bits in any company: cuts, order, strides, odd addresses,
+    neighbours that are not finite, threads.
+
+    Args:
+        make: the product, packed under the instruction set.
+    """
+    with using(isa):
+        product = make()
+        alone = torch.cat([product(x[row : row + 1].clone()) for row in range(97)])
+        for first, end in ((0, 97), (0, 2), (1, 13), (5, 18), (40, 97), (3, 6)):
+            assert same_bits(product(x[first:end].clone()), alone[first:end])
+        assert same_bits(product(x.flip(0)).flip(0), alone)
+        assert same_bits(product(strided(x)), alone)
+        assert same_bits(product(shifted(x)), alone)
+        broken = x.clone()
+        broken[::2] = NAN
+        result = product(broken)
+        assert same_bits(result[1::2], alone[1::2])
+        assert torch.isnan(result[::2].float()).all()
+    with using(isa, threads=2):
+        assert same_bits(product(x), alone)

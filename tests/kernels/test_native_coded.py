@@ -10,11 +10,11 @@ from tests.kernels.native_support import (
     FUSED,
     ISAS,
     NAN,
+    Product,
+    assert_rows_stand_alone,
     library,
     randn,
     same_bits,
-    shifted,
-    strided,
     using,
 )
 
@@ -74,26 +74,17 @@ def test_close_to_exact_for_any_number_of_rows(isa: str, dtype: torch.dtype, sch
 def test_a_row_has_the_same_bits_in_any_company(isa: str, dtype: torch.dtype, kind: str) -> None:
     width = 160 if kind == "mxfp4" else 131
     x = randn(97, width, seed=2, dtype=dtype)
-    with using(isa):
+
+    def make() -> Product:
         if kind == "mxfp4":
             weight = floats(70, width)
             packed = library.pack_mxfp4(weight.packed, weight.scales)
         else:
             scheme = IntegerScheme(8, 64) if kind == "int8" else IntegerScheme(4, 32)
             packed = pack(quantized(randn(70, width, seed=1), scheme))
-        alone = torch.cat([product(x[row : row + 1].clone(), packed) for row in range(97)])
-        for first, end in ((0, 97), (0, 2), (1, 13), (5, 18), (40, 97), (3, 6)):
-            assert same_bits(product(x[first:end].clone(), packed), alone[first:end])
-        assert same_bits(product(x.flip(0), packed).flip(0), alone)
-        assert same_bits(product(strided(x), packed), alone)
-        assert same_bits(product(shifted(x), packed), alone)
-        broken = x.clone()
-        broken[::2] = NAN
-        result = product(broken, packed)
-        assert same_bits(result[1::2], alone[1::2])
-        assert torch.isnan(result[::2].float()).all()
-    with using(isa, threads=2):
-        assert same_bits(product(x, packed), alone)
+        return lambda rows: product(rows, packed)
+
+    assert_rows_stand_alone(isa, x, make)
 
 
 @pytest.mark.parametrize("isa", ISAS)

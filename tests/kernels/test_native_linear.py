@@ -10,11 +10,10 @@ from tests.kernels.native_support import (
     FUSED,
     ISAS,
     NAN,
+    assert_rows_stand_alone,
     library,
     randn,
     same_bits,
-    shifted,
-    strided,
     using,
 )
 
@@ -50,21 +49,7 @@ def test_close_to_exact_for_any_number_of_rows(isa: str, dtype: torch.dtype, sha
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_in_any_company(isa: str, dtype: torch.dtype) -> None:
     weight, x = randn(70, 129, seed=1, dtype=dtype), randn(97, 129, seed=2, dtype=dtype)
-    with using(isa):
-        alone = torch.cat([product(x[row : row + 1].clone(), weight) for row in range(97)])
-        for first, end in ((0, 97), (0, 2), (1, 13), (5, 18), (40, 97), (3, 6)):
-            assert same_bits(product(x[first:end].clone(), weight), alone[first:end])
-        assert same_bits(product(x.flip(0), weight).flip(0), alone)
-        # Strides, odd addresses, and neighbours that are not finite.
-        assert same_bits(product(strided(x), weight), alone)
-        assert same_bits(product(shifted(x), weight), alone)
-        broken = x.clone()
-        broken[::2] = NAN
-        result = product(broken, weight)
-        assert same_bits(result[1::2], alone[1::2])
-        assert torch.isnan(result[::2].float()).all()
-    with using(isa, threads=2):
-        assert same_bits(product(x, weight), alone)
+    assert_rows_stand_alone(isa, x, lambda: lambda rows: product(rows, weight))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -298,18 +298,7 @@ def test_the_first_draft_behind_a_hit_at_every_boundary(models: Models, name: st
 
 def decoder_states(model: LoadedModel, tokens: Sequence[int]) -> torch.Tensor:
     """Hidden states of all positions, from one pass of a model without modules."""
-    driver = Driver(model, match_unit=UNIT, cache_bytes=8 << 20)
-    seen: list[torch.Tensor] = []
-    original = driver.worker.hidden_states
-
-    def spy(plan: Any) -> Any:
-        batch, hidden = original(plan)
-        seen.append(hidden.clone())
-        return batch, hidden
-
-    driver.worker.hidden_states = spy  # type: ignore[method-assign]
-    driver.run(driver.plan((driver.sequence(tokens, 0), len(tokens)), sample=False))
-    return seen[0]
+    return Driver(model, match_unit=UNIT, cache_bytes=8 << 20).decoder_states(tokens)
 
 
 def expected_drafts(

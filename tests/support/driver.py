@@ -19,6 +19,7 @@ from milepost.core.plan import (
     WorkerRequest,
 )
 from milepost.models.loading import LoadedModel
+from milepost.runner.batch import Batch
 from milepost.runner.worker import TorchWorker
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -182,6 +183,23 @@ class Driver:
 
     def run(self, plan: StepPlan) -> StepResult:
         return self.worker.execute(plan)
+
+    def decoder_states(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Hidden states of all positions, from one pass of a new request."""
+        seen: list[torch.Tensor] = []
+        original = self.worker.hidden_states
+
+        def spy(plan: StepPlan) -> tuple[Batch, torch.Tensor]:
+            batch, hidden = original(plan)
+            seen.append(hidden.clone())
+            return batch, hidden
+
+        self.worker.hidden_states = spy  # type: ignore[method-assign]
+        try:
+            self.run(self.plan((self.sequence(tokens, 0), len(tokens)), sample=False))
+        finally:
+            self.worker.hidden_states = original  # type: ignore[method-assign]
+        return seen[0]
 
     def state(self, slot: int) -> dict[tuple[int, str], torch.Tensor]:
         """Copies of all fields of one state slot."""
