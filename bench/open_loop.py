@@ -89,14 +89,16 @@ class Outcome:
     Attributes:
         status: 200, 429, another HTTP status, or 0 if the connection failed.
         error: what went wrong; None for a whole answer and for a proper 429.
-        due_at, sent_at, first_at, ended_at: when it should be sent, when it was, and when its first token
-            (None if none came) and its last byte were here; `time.perf_counter` seconds.
+        due_at, sent_at, admitted_at, first_at, ended_at: when it should be sent, when it was, and when the
+            status (None if none came), the first token (likewise) and the last byte were here;
+            `time.perf_counter` seconds.
     """
 
     status: int
     error: str | None
     due_at: float
     sent_at: float
+    admitted_at: float | None
     first_at: float | None
     ended_at: float
     num_prompt_tokens: int = 0
@@ -119,6 +121,13 @@ class Outcome:
     def sent_ttft_ms(self) -> float:
         """From the time it was sent to its first token; NaN if none came."""
         return float("nan") if self.first_at is None else (self.first_at - self.sent_at) * 1e3
+
+    @property
+    def admitted_ttft_ms(self) -> float:
+        """From the server's word that it is admitted to its first token; NaN if none came."""
+        if self.first_at is None or self.admitted_at is None:
+            return float("nan")
+        return (self.first_at - self.admitted_at) * 1e3
 
 
 @dataclass
@@ -186,10 +195,10 @@ class Clients:
             "return_token_ids": True,
         }
         sent_at = time.perf_counter()
-        answer, status, error = _Answer(), 0, None
+        answer, status, error, admitted_at = _Answer(), 0, None, None
         try:
             async with self._http.post("/v1/chat/completions", json=body) as response:
-                status = response.status
+                status, admitted_at = response.status, time.perf_counter()
                 if status == 200:
                     async for line in response.content:
                         answer.feed(line)
@@ -207,6 +216,7 @@ class Clients:
             error,
             due,
             sent_at,
+            admitted_at,
             answer.first_at,
             time.perf_counter(),
             answer.usage.get("prompt_tokens", 0),

@@ -38,7 +38,7 @@ def open_loop(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def served(open_loop: ModuleType, due: float, first: float, ended: float, **changes: Any) -> Any:
-    return replace(open_loop.Outcome(200, None, due, due, first, ended, 100, 60), **changes)
+    return replace(open_loop.Outcome(200, None, due, due, due, first, ended, 100, 60), **changes)
 
 
 def test_quantiles(serving: ModuleType) -> None:
@@ -116,7 +116,7 @@ def test_a_load_that_keeps_its_bounds(serving: ModuleType, open_loop: ModuleType
 
 
 def test_checks_bite(serving: ModuleType, open_loop: ModuleType) -> None:
-    refused = open_loop.Outcome(429, None, 0.0, 0.0, None, 0.1)
+    refused = open_loop.Outcome(429, None, 0.0, 0.0, 0.1, None, 0.1)
     broken = replace(refused, status=503, error="status 503: no")
     slow = [served(open_loop, at, at + 7.5, at + 8) for at in range(10)]
     samples = [(float(at), at * MIB // 30) for at in range(300)]

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from types import FrameType
 
@@ -52,6 +53,8 @@ DEFAULT_PORT = 8000
 ENDING_SECONDS = 3
 """For requests that were ended to send their last event."""
 POLL_SECONDS = 0.05
+NUM_TEXT_THREADS = 4
+"""They render and tokenize, so that the event loop does not."""
 
 Load = Callable[[], ServingModel]
 """Makes the model. Runs in a thread of its own, while the server listens already."""
@@ -140,6 +143,16 @@ class Startup:
             await asyncio.to_thread(self._tracer.close)
 
 
+def text_threads() -> ThreadPoolExecutor:
+    """`NUM_TEXT_THREADS` threads that all run: a server that grows one under load has leaked it."""
+    pool = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="milepost-text")
+    # The pool starts a thread only if none is free: each waits here until the last one came.
+    together = threading.Barrier(NUM_TEXT_THREADS)
+    for _ in range(NUM_TEXT_THREADS):
+        pool.submit(together.wait)
+    return pool
+
+
 def build_app(load: Load, options: ServerOptions | None = None, state: ServerState | None = None) -> FastAPI:
     """The HTTP application. It loads and starts the model while it answers 503, and closes it at the end."""
     options = options or ServerOptions()
@@ -148,6 +161,8 @@ def build_app(load: Load, options: ServerOptions | None = None, state: ServerSta
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        # The loop shuts it down when it closes, after the model that is ended through it.
+        asyncio.get_running_loop().set_default_executor(text_threads())
         startup = app.state.startup = Startup(load, options, state)
         startup.begin(app)
         try:
