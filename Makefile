@@ -125,7 +125,7 @@ kill-test: $(VENV)/.stamp-test native-if-possible ## SIGKILL a server with --per
 	MILEPOST_KILLS=50 $(TEST_ENV) $(PY) -m pytest -s -m slow tests/e2e/test_kill.py $(PYTEST_ARGS)
 
 .PHONY: soak
-soak: $(VENV)/.stamp-test native-if-possible ## thirty minutes of eight clients over all tiers with faults
+soak: $(VENV)/.stamp-full native-if-possible ## thirty minutes of eight clients over all tiers with faults
 	MILEPOST_SOAK_MINUTES=30 $(TEST_ENV) $(PY) -m pytest -s -m slow tests/e2e/test_soak.py $(PYTEST_ARGS)
 
 # Which changes to a rule of the core would no test notice? docs/mutation.md has the answers.
