@@ -16,6 +16,11 @@ TOKEN_BYTES = 4
 ZERO_STATE = -1
 """`initial_slots` entry: start from the defined initial state (zeros), not from a slot."""
 
+GREEDY = "greedy"
+COUPLED = "coupled"
+PROBABILISTIC = "probabilistic"
+"""`draft_sampling` entries, see there."""
+
 
 @dataclass(slots=True)
 class SamplingParams:
@@ -106,6 +111,9 @@ class ChunkPlan:
             `initial_slots` and get the state behind the last accepted token.
         num_own_drafts: instead of `draft_tokens`: the worker drafts, with modules of the model, up to so many
             tokens, none behind one that ends the request, and reports them.
+        draft_sampling: how the worker drafts, and verifies what it drafted, for a request that samples:
+            `GREEDY` = the most likely tokens; `COUPLED` = drawn with the noise their positions are sampled
+            with; `PROBABILISTIC` = drawn with noise of their own, and verified by rejection sampling.
         output_position: index of the sampled token among the request's outputs (keys the noise).
         captures_logits: return the raw logits of the last row (audits compare them).
         allowed_tokens: the ids that may be sampled: packed bits, the lowest id in the lowest bit of the
@@ -135,6 +143,7 @@ class ChunkPlan:
     num_score_logprobs: int = 0
     draft_tokens: bytes = b""
     num_own_drafts: int = 0
+    draft_sampling: str = GREEDY
 
     @property
     def num_drafts(self) -> int:
@@ -145,6 +154,12 @@ class ChunkPlan:
     def last_row_end(self) -> int:
         """Position behind the last row there may be, drafts included."""
         return self.end + self.num_drafts
+
+    def set_drafts(self, draft_tokens: bytes) -> None:
+        """Verify these drafts, whoever made them, and no others; exports behind them are left out."""
+        self.draft_tokens = draft_tokens
+        self.num_own_drafts = 0
+        self.exports = [export for export in self.exports if export.position <= self.last_row_end]
 
 
 @dataclass(slots=True)
@@ -242,8 +257,38 @@ class ChunkResult:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step did. A chunk without a result did not happen: its request is failed by the core."""
+    """What a step did. A chunk without a result did not happen: its request is failed by the core.
+
+    Attributes:
+        draft_seconds: what making drafts took of it, where the worker makes them.
+    """
 
     step_id: int
     chunk_results: list[ChunkResult]
     error: str | None = None
+    draft_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class ChunkDrafts:
+    """Drafts for one chunk.
+
+    Attributes:
+        draft_tokens: uint32 LE, at most the `num_own_drafts` that were asked for.
+    """
+
+    request_id: int
+    draft_tokens: bytes
+
+
+@dataclass(slots=True)
+class StepDrafts:
+    """Drafts that a plan asks for, made before it is executed.
+
+    Attributes:
+        seconds: what making them took.
+    """
+
+    step_id: int
+    chunks: list[ChunkDrafts]
+    seconds: float

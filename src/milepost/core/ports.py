@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from milepost.core.plan import StepPlan, StepResult
+from milepost.core.plan import StepDrafts, StepPlan, StepResult
 
 
 class Worker(Protocol):
@@ -13,6 +13,14 @@ class Worker(Protocol):
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step; blocking. A raised exception means that nothing of the plan counts."""
+        ...
+
+    def draft(self, plan: StepPlan) -> StepDrafts:
+        """Make the drafts that `plan` asks for, and nothing else of it; blocking.
+
+        For drafts that somebody must see before they are verified. What is made goes into the plan
+        (`ChunkPlan.set_drafts`), which is executed next. A raised exception fails the step.
+        """
         ...
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from milepost.models.inputs import CacheFields, StepInputs
 from milepost.models.layout import DRAFT_COPY_BYTES, TAP_FIELD, AttentionGroupLayout
 from milepost.models.mtp import MtpModules
 from milepost.runner.batch import PageTable
+from milepost.runner.draft_sampling import DraftSampler, pick_drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class DraftLane:
         max_drafts: at least 1.
         stop_ids: guesses end before one of them.
         table: pages of draft entries.
+        sampler: draws the drafts; None = the most likely tokens.
     """
 
     position: int
@@ -37,6 +39,7 @@ class DraftLane:
     max_drafts: int
     stop_ids: frozenset[int]
     table: PageTable
+    sampler: DraftSampler | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,7 @@ class MtpRunner:
         self._taps = [fields[layer, TAP_FIELD] for layer in layers]
 
     def propose(self, lanes: Sequence[DraftLane]) -> list[array[int]]:
-        """Greedy guesses for the tokens behind the newest one of every lane; some may be empty.
+        """Guesses for the tokens behind the newest one of every lane; some may be empty.
 
         Guess k is made by module k, or k modulo their number. Up to as many guesses as there are modules,
         a module reads exactly what it would read if the guesses had been processed; behind that, what the
@@ -321,7 +324,8 @@ class _Proposals:
         tokens = torch.tensor(token_ids, dtype=torch.int64)
         handed_on, normed = self._runner.run(module, entries, index, tokens, torch.stack(hidden))
         ends = torch.tensor([span.end_row - 1 for span in index.spans])
-        guesses = self._runner.logits(module, normed.index_select(0, ends)).argmax(-1).tolist()
+        logits = self._runner.logits(module, normed.index_select(0, ends))
+        guesses = pick_drafts(logits, [self._lanes[n].sampler for n in self._active])
         for (n, first, end), span, guess in zip(rows, index.spans, guesses, strict=True):
             for row in range(first, end):
                 self._outputs[module, n, row] = handed_on[span.first_row + row - first]

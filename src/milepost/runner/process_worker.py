@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from milepost.core.plan import StepPlan, StepResult
+from milepost.core.plan import StepDrafts, StepPlan, StepResult
 from milepost.errors import ConfigError, MilepostError, WorkerError
 from milepost.runner import wire
 
@@ -78,11 +78,15 @@ class ProcessWorker:
         Raises:
             WorkerError: the child could not execute the plan, or is gone.
         """
-        try:
-            self._connection.send_bytes(wire.encode(plan))
-        except OSError:
-            raise self._gone() from None
-        return _expect(self._receive(), StepResult)
+        return self._ask(plan, StepResult)
+
+    def draft(self, plan: StepPlan) -> StepDrafts:
+        """Makes the drafts of a plan in the child; blocking.
+
+        Raises:
+            WorkerError: the child could not make them, or is gone.
+        """
+        return self._ask(wire.DraftRequest(plan), StepDrafts)
 
     def close(self) -> None:
         """Ends the child: asks, then terminates it. May be called twice."""
@@ -98,6 +102,13 @@ class ProcessWorker:
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
+
+    def _ask(self, message: Any, answer_type: type[_Message]) -> _Message:
+        try:
+            self._connection.send_bytes(wire.encode(message))
+        except OSError:
+            raise self._gone() from None
+        return _expect(self._receive(), answer_type)
 
     def _receive(self) -> Any:
         try:
@@ -138,7 +149,11 @@ def serve(connection: Connection, spec: WorkerSpec) -> None:
             worker.close()
             return
         try:
-            answer: StepResult | wire.WorkerFailure = worker.execute(message)
+            answer: Any
+            if isinstance(message, wire.DraftRequest):
+                answer = worker.draft(message.plan)
+            else:
+                answer = worker.execute(message)
         except Exception as error:
             answer = _failure(error)
         try:

@@ -65,9 +65,17 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
             processed[number] = _filtered(processed[number], rows[number].params) + noise[lane]
     token_ids = [int(row.argmax()) for row in processed]
     return [
-        _with_logprobs(logits[number], token_id, rows[number].params)
+        with_logprobs(logits[number], token_id, rows[number].params)
         for number, token_id in enumerate(token_ids)
     ]
+
+
+def log_weights(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
+    """Logarithms, but for a constant, of what a row with a temperature is sampled from; fp64 [vocabulary].
+
+    -inf = cannot be sampled.
+    """
+    return _filtered(_processed(logits, row), row.params)
 
 
 def _processed(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
@@ -147,7 +155,12 @@ def _filtered(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     return result
 
 
-def _with_logprobs(logits: torch.Tensor, token_id: int, params: SamplingParams) -> SampledToken:
+def with_logprobs(logits: torch.Tensor, token_id: int, params: SamplingParams) -> SampledToken:
+    """A sampled token with what was asked for besides.
+
+    Args:
+        logits: fp32 [vocabulary], as the model made them.
+    """
     if params.num_logprobs is None:
         return SampledToken(token_id)
     logprobs = torch.log_softmax(logits, dim=-1)
@@ -186,11 +199,21 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def noise_key(seed: int, choice_index: int, output_position: int) -> int:
-    """64-bit key of one draw. Any Python integer is a seed."""
+def noise_key(seed: int, choice_index: int, output_position: int, stream: int = 0) -> int:
+    """64-bit key of one draw. Any Python integer is a seed.
+
+    Args:
+        stream: 0 = what tokens are sampled with; others are independent of it and of each other.
+    """
     key = _mix((seed & _MASK64) ^ _mix(((seed >> 64) & _MASK64) + _GOLDEN))
     key = _mix((key + _GOLDEN * (choice_index + 1)) & _MASK64)
-    return _mix((key + _GOLDEN * (output_position + 1)) & _MASK64)
+    key = _mix((key + _GOLDEN * (output_position + 1)) & _MASK64)
+    return _mix((key + _GOLDEN * stream) & _MASK64) if stream else key
+
+
+def uniform_noise(key: int) -> float:
+    """One number, uniform in (0, 1)."""
+    return ((_mix((key + _GOLDEN) & _MASK64) >> 11) + 0.5) * 2.0**-53
 
 
 def gumbel_noise(keys: Sequence[int], vocab_size: int) -> torch.Tensor:

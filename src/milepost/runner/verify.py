@@ -7,12 +7,12 @@ so what is sampled does not depend on what was guessed.
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
 from milepost.core.plan import ChunkPlan, SampledToken, SamplingParams
+from milepost.runner.draft_sampling import history_at
 from milepost.runner.sampler import SamplingRow, TokenHistory, unpacked_row
 
 
@@ -31,7 +31,7 @@ def sampling_rows(
     num_rows = 1 + len(drafts)
     masks = _masks(chunk, num_rows, vocab_size)
     return [
-        SamplingRow(params, chunk.output_position + place, _history_at(history, drafts[:place]), masks[place])
+        SamplingRow(params, chunk.output_position + place, history_at(history, drafts[:place]), masks[place])
         for place in range(num_rows)
     ]
 
@@ -44,12 +44,6 @@ def _masks(chunk: ChunkPlan, num_rows: int, vocab_size: int) -> Sequence[torch.T
         raise ValueError(f"allowed_tokens of request {chunk.request_id} has not {num_rows} rows")
     rows = [chunk.allowed_tokens[place * width : (place + 1) * width] for place in range(num_rows)]
     return [unpacked_row(row, vocab_size) for row in rows]
-
-
-def _history_at(history: TokenHistory | None, drafts: Sequence[int]) -> TokenHistory | None:
-    if history is None or not drafts:
-        return history
-    return TokenHistory(history.prompt, history.output + Counter(drafts))
 
 
 def num_accepted(chunk: ChunkPlan, sampled: Sequence[SampledToken]) -> int:

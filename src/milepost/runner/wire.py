@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from milepost.core.plan import StepPlan, StepResult
+from milepost.core.plan import StepDrafts, StepPlan, StepResult
 from milepost.errors import WorkerError
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 
 _Message = TypeVar("_Message")
 
@@ -40,6 +40,13 @@ class WorkerFailure:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """Make the drafts that a plan asks for; it is executed later."""
+
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True)
 class CloseWorker:
     """The last message to a worker."""
 
@@ -47,6 +54,8 @@ class CloseWorker:
 _KINDS: dict[str, type] = {
     "plan": StepPlan,
     "result": StepResult,
+    "draft": DraftRequest,
+    "drafts": StepDrafts,
     "ready": WorkerReady,
     "failure": WorkerFailure,
     "close": CloseWorker,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from array import array
 from collections import Counter
 from collections.abc import Callable
@@ -13,9 +14,13 @@ import torch
 
 from milepost.core.geometry import CacheGeometry
 from milepost.core.plan import (
+    PROBABILISTIC,
+    ChunkDrafts,
     ChunkPlan,
     ChunkResult,
+    SampledToken,
     SamplingParams,
+    StepDrafts,
     StepPlan,
     StepResult,
     WorkerRequest,
@@ -23,6 +28,7 @@ from milepost.core.plan import (
 from milepost.errors import WorkerError
 from milepost.models.loading import LoadedModel
 from milepost.runner.batch import Batch, PageTable, build_batch, replay_index
+from milepost.runner.draft_sampling import DraftSampler, verify_drawn
 from milepost.runner.drafting import DraftLane, MtpRunner, ProcessedRows
 from milepost.runner.expansion import with_expansion
 from milepost.runner.pools import PoolSet
@@ -40,6 +46,7 @@ class _RequestState:
     Attributes:
         drafted_position: up to where its draft entries and taps reach; None before its first chunk, which
             starts where reused pages end.
+        sampler: of the drafts that are to be verified; None = they were not drawn.
     """
 
     sampling: SamplingParams
@@ -47,6 +54,7 @@ class _RequestState:
     history: TokenHistory | None
     num_prompt_tokens: int
     drafted_position: int | None = None
+    sampler: DraftSampler | None = None
 
 
 class TorchWorker:
@@ -56,17 +64,26 @@ class TorchWorker:
         pools: memory of pages and states.
     """
 
-    def __init__(self, model: LoadedModel, geometry: CacheGeometry, cache_bytes: int) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        geometry: CacheGeometry,
+        cache_bytes: int,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """
         Args:
             geometry: from `model.geometry(match_unit)`.
             cache_bytes: budget; pools hold `cache_bytes // record_bytes` records each.
+            clock: seconds, monotonic; times how long making drafts takes.
 
         Raises:
             ConfigError: the budget is smaller than one record, or the geometry is another model's.
         """
         self._model = model
         self._geometry = geometry
+        self._clock = clock
         self.pools = PoolSet(model.layout, geometry, cache_bytes)
         self._requests: dict[int, _RequestState] = {}
         self._drafter: MtpRunner | None = None
@@ -165,6 +182,13 @@ class TorchWorker:
 
     def _update_pages(self, chunk: ChunkPlan, undo: list[Callable[[], object]]) -> None:
         """Applies replaced pages, then appends new ones; `undo` gets the way back."""
+        self._replace_pages(chunk, undo)
+        tables = self._request(chunk.request_id).page_tables
+        for table, pages in zip(tables, chunk.new_pages, strict=True):
+            undo.append(functools.partial(table.truncate, len(table)))
+            table.extend(pages)
+
+    def _replace_pages(self, chunk: ChunkPlan, undo: list[Callable[[], object]]) -> None:
         tables = self._request(chunk.request_id).page_tables
         for group, unit, page_id in chunk.replaced_pages:
             table = tables[group]
@@ -173,9 +197,6 @@ class TorchWorker:
                     f"request {chunk.request_id}: page of unit {unit} is not complete, or unknown"
                 )
             undo.append(functools.partial(table.replace, unit, table.replace(unit, page_id)))
-        for table, pages in zip(tables, chunk.new_pages, strict=True):
-            undo.append(functools.partial(table.truncate, len(table)))
-            table.extend(pages)
 
     def _copy_states(self, plan: StepPlan) -> None:
         for group in sorted({copy.group for copy in plan.copies}):
@@ -189,7 +210,9 @@ class TorchWorker:
         self._copy_states(plan)
         if not plan.chunks:
             return StepResult(plan.step_id, [])
+        begun = self._clock()
         asked, plan = plan, self._with_own_drafts(plan)
+        draft_seconds = self._clock() - begun if plan is not asked else 0.0
         batch, hidden = self.hidden_states(plan)
         results: dict[int, ChunkResult] = {
             number: ChunkResult(chunk.request_id, chunk.end, [], [])
@@ -207,7 +230,7 @@ class TorchWorker:
         if failed:
             names = ", ".join(str(plan.chunks[number].request_id) for number in failed)
             error = f"logits of request {names} are not finite"
-        return StepResult(plan.step_id, list(results.values()), error)
+        return StepResult(plan.step_id, list(results.values()), error, draft_seconds)
 
     def _add_scores(self, plan: StepPlan, hidden: torch.Tensor, results: dict[int, ChunkResult]) -> list[int]:
         """Scores prompt tokens, a block of rows at a time; drops and returns the chunks that are not
@@ -241,6 +264,7 @@ class TorchWorker:
         finite = torch.isfinite(logits).all(-1).tolist()
         lanes: list[int] = []
         rows: list[SamplingRow] = []
+        drawn: dict[int, list[SampledToken]] = {}
         sampling: list[tuple[int, int]] = []
         lane = 0
         for number in batch.head_chunks:
@@ -250,8 +274,15 @@ class TorchWorker:
             num_rows = 1 + chunk.num_drafts
             if chunk.num_samples:
                 state = self._request(chunk.request_id)
-                rows += sampling_rows(chunk, state.sampling, state.history, self.vocab_size)
-                lanes += range(lane, lane + num_rows)
+                chunk_rows = sampling_rows(chunk, state.sampling, state.history, self.vocab_size)
+                probabilities = _drawn_from(chunk, state)
+                if probabilities:
+                    drafts = array("I", chunk.draft_tokens)
+                    chunk_logits = logits[lane : lane + num_rows]
+                    drawn[number] = verify_drawn(chunk_logits, chunk_rows, drafts, probabilities)
+                else:
+                    rows += chunk_rows
+                    lanes += range(lane, lane + num_rows)
             sampling.append((number, lane))
             lane += num_rows
         tokens = iter(
@@ -260,8 +291,12 @@ class TorchWorker:
         failed = []
         for number, lane in sampling:
             chunk, result = plan.chunks[number], results[number]
-            sampled = [next(tokens) for _ in range(1 + chunk.num_drafts)] if chunk.num_samples else []
-            count = num_accepted(chunk, sampled)
+            if number in drawn:
+                sampled = drawn[number]
+                count = len(sampled) - 1
+            else:
+                sampled = [next(tokens) for _ in range(1 + chunk.num_drafts)] if chunk.num_samples else []
+                count = num_accepted(chunk, sampled)
             if not all(finite[lane : lane + 1 + count]):
                 failed.append(number)
                 del results[number]
@@ -289,15 +324,46 @@ class TorchWorker:
         kept, indices = replay_index(plan, self._model.layout, self._geometry, num_valid)
         self._model.decoder.replay(inputs.record, kept, indices[0], self.pools.fields)
 
+    def draft(self, plan: StepPlan) -> StepDrafts:
+        """Makes the drafts that a plan asks for. The plan is executed next, with them.
+
+        Raises:
+            WorkerError: it cannot be done, see `_own_drafts`.
+        """
+        begun = self._clock()
+        with torch.inference_mode():
+            for chunk in plan.chunks:
+                if chunk.num_own_drafts:
+                    self._replace_pages(chunk, [])
+            try:
+                made = self._own_drafts(plan)
+            except Exception as error:
+                if isinstance(error, WorkerError):
+                    raise
+                raise WorkerError(f"drafts of step {plan.step_id} failed: {error}") from error
+        drafts = [ChunkDrafts(plan.chunks[number].request_id, made[number].tobytes()) for number in made]
+        return StepDrafts(plan.step_id, drafts, self._clock() - begun)
+
     def _with_own_drafts(self, plan: StepPlan) -> StepPlan:
-        """The plan as if somebody had sent the drafts that the worker is asked to make.
+        """The plan as if somebody had sent the drafts that the worker is asked to make."""
+        made = self._own_drafts(plan)
+        if not made:
+            return plan
+        chunks = list(plan.chunks)
+        for number, drafts in made.items():
+            chunks[number] = dataclasses.replace(chunks[number])
+            chunks[number].set_drafts(drafts.tobytes())
+        return dataclasses.replace(plan, chunks=chunks)
+
+    def _own_drafts(self, plan: StepPlan) -> dict[int, array[int]]:
+        """Number of a chunk -> drafts, for all that ask for some.
 
         Raises:
             WorkerError: the model has no draft modules, or a chunk does not start at its newest token.
         """
         numbers = [number for number, chunk in enumerate(plan.chunks) if chunk.num_own_drafts]
         if not numbers:
-            return plan
+            return {}
         if self._drafter is None:
             raise WorkerError("the plan asks for drafts, but the model was loaded without draft modules")
         lanes = []
@@ -310,6 +376,9 @@ class TorchWorker:
                     f"{chunk.end}), and are not sent as well"
                 )
             self._check_drafted(chunk, state)
+            state.sampler = DraftSampler.of(
+                state.sampling, chunk.output_position, state.history, chunk.draft_sampling
+            )
             lanes.append(
                 DraftLane(
                     chunk.start,
@@ -317,17 +386,10 @@ class TorchWorker:
                     chunk.num_own_drafts,
                     frozenset(state.sampling.stop_token_ids),
                     state.page_tables[-1],
+                    state.sampler,
                 )
             )
-        chunks = list(plan.chunks)
-        for number, drafts in zip(numbers, self._drafter.propose(lanes), strict=True):
-            chunk = chunks[number]
-            end = chunk.end + len(drafts)
-            exports = [export for export in chunk.exports if export.position <= end]
-            chunks[number] = dataclasses.replace(
-                chunk, draft_tokens=drafts.tobytes(), num_own_drafts=0, exports=exports
-            )
-        return dataclasses.replace(plan, chunks=chunks)
+        return dict(zip(numbers, self._drafter.propose(lanes), strict=True))
 
     def _follow(
         self,
@@ -357,3 +419,16 @@ class TorchWorker:
                 f"request {chunk.request_id}: draft entries reach up to {at}, not {chunk.start}, where the "
                 "chunk starts"
             )
+
+
+def _drawn_from(chunk: ChunkPlan, state: _RequestState) -> list[torch.Tensor]:
+    """What the drafts of a chunk were drawn from, if they are to be verified by it; else nothing."""
+    sampler, state.sampler = state.sampler, None
+    if sampler is None or chunk.draft_sampling != PROBABILISTIC or not chunk.draft_tokens:
+        return []
+    if sampler.output_position != chunk.output_position:
+        raise WorkerError(
+            f"request {chunk.request_id}: drafts were drawn for output {sampler.output_position}, "
+            f"not {chunk.output_position}"
+        )
+    return sampler.probabilities

@@ -71,12 +71,8 @@ def with_own_drafts(
         drafts = array("I", drafter.propose(chunk.request_id, range(chunk.end), chunk.num_own_drafts))
         drafts = drafts[: next((at for at, token in enumerate(drafts) if token in stops), len(drafts))]
         made[chunk.request_id] = drafts.tobytes()
-        chunks[number] = replace(
-            chunk,
-            draft_tokens=made[chunk.request_id],
-            num_own_drafts=0,
-            exports=[export for export in chunk.exports if export.position <= chunk.end + len(drafts)],
-        )
+        chunks[number] = replace(chunk)
+        chunks[number].set_drafts(made[chunk.request_id])
     return replace(plan, chunks=chunks), made
 
 
