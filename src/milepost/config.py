@@ -12,6 +12,8 @@ from milepost.errors import ConfigError
 
 DEFAULT_MATCH_UNIT = 32
 DEFAULT_DECODE_INTERVAL = 256
+SPECULATIVE_FIELD = "speculative_config"
+"""The option that names a drafter, for messages about it."""
 
 _SIZE_UNITS = {
     "": 1, "b": 1,

@@ -14,8 +14,7 @@ from tests.support.checkpoints import write_checkpoint
 
 from milepost.errors import CheckpointFileError
 from milepost.models import describe, load_model
-from milepost.models.description import model_directory, model_name
-from milepost.models.hub import is_hub_id
+from milepost.models.hub import is_hub_id, model_directory, model_name
 
 
 @pytest.fixture

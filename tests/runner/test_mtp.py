@@ -25,7 +25,7 @@ from milepost.kernels.api import select_kernels
 from milepost.kernels.index import AttentionIndex, RowSpan
 from milepost.models.inputs import StepInputs
 from milepost.models.loading import LoadedModel, load_model
-from milepost.runner.drafting import MtpRunner, ProcessedRows
+from milepost.runner.drafting import ChainRunner, ProcessedRows
 from milepost.runner.process_worker import ProcessWorker, WorkerSpec
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -177,14 +177,14 @@ def test_copies_are_bounded(models: Models, monkeypatch: pytest.MonkeyPatch, cop
     together.converse()
     monkeypatch.setattr("milepost.runner.drafting.DRAFT_COPY_BYTES", copied_bytes)
     sizes: list[tuple[int, int]] = []
-    copied = MtpRunner.copied
+    copied = ChainRunner.copied
 
-    def spy(self: MtpRunner, module: int, parts: Any) -> Any:
+    def spy(self: ChainRunner, module: int, parts: Any) -> Any:
         entries = copied(self, module, parts)
         sizes.append((len(parts), entries.pages.numel() * entries.pages.itemsize))
         return entries
 
-    monkeypatch.setattr(MtpRunner, "copied", spy)
+    monkeypatch.setattr(ChainRunner, "copied", spy)
     apart = Engine(model, num_drafts=3)
     apart.converse()
     assert apart.tokens == together.tokens
@@ -380,34 +380,34 @@ def test_drafts_are_those_of_whole_passes(
 
 
 def tap_of_the_page_before(patch: pytest.MonkeyPatch) -> None:
-    tap = MtpRunner.tap
+    tap = ChainRunner.tap
 
-    def earlier(self: MtpRunner, module: int, table: Any, position: int) -> torch.Tensor:
+    def earlier(self: ChainRunner, module: int, table: Any, position: int) -> torch.Tensor:
         return tap(self, module, table, max(1, position - UNIT) if position % UNIT == 0 else position)
 
-    patch.setattr(MtpRunner, "tap", earlier)
+    patch.setattr(ChainRunner, "tap", earlier)
 
 
 def taps_only_at_the_newest_token(patch: pytest.MonkeyPatch) -> None:
     """Boundaries inside of a pass have none."""
-    write = MtpRunner._write_taps
+    write = ChainRunner._write_taps
 
-    def newest(self: MtpRunner, module: int, parts: Any, streams: Any) -> None:
+    def newest(self: ChainRunner, module: int, parts: Any, streams: Any) -> None:
         shorter = [dataclasses.replace(part, start=part.end - 1) for part in parts]
         write(self, module, shorter, [stream[-1:] for stream in streams])
 
-    patch.setattr(MtpRunner, "_write_taps", newest)
+    patch.setattr(ChainRunner, "_write_taps", newest)
 
 
 def _follow_as(
     change: Callable[[ProcessedRows], ProcessedRows], patch: pytest.MonkeyPatch, shift: int = 0
 ) -> None:
-    follow = MtpRunner.follow
+    follow = ChainRunner.record
 
-    def changed(self: MtpRunner, parts: Any, hidden: torch.Tensor) -> None:
+    def changed(self: ChainRunner, parts: Any, hidden: torch.Tensor) -> None:
         follow(self, [change(part) for part in parts], hidden.roll(shift, dims=0))
 
-    patch.setattr(MtpRunner, "follow", changed)
+    patch.setattr(ChainRunner, "record", changed)
 
 
 def hidden_states_of_the_row_before(patch: pytest.MonkeyPatch) -> None:
@@ -431,13 +431,13 @@ def accepted_rows_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def entries_in_the_next_place(patch: pytest.MonkeyPatch) -> None:
-    places = MtpRunner._places
+    places = ChainRunner._places
 
-    def next_place(self: MtpRunner, table: Any, positions: torch.Tensor) -> Any:
+    def next_place(self: ChainRunner, table: Any, positions: torch.Tensor) -> Any:
         pages, offsets = places(self, table, positions)
         return pages, (offsets + 1) % UNIT
 
-    patch.setattr(MtpRunner, "_places", next_place)
+    patch.setattr(ChainRunner, "_places", next_place)
 
 
 FAULTS = [
@@ -512,7 +512,7 @@ def decode_step(model: LoadedModel, num_drafts: int) -> tuple[Engine, Any]:
 def test_a_model_without_modules_cannot_be_asked_to_draft(shelf: Shelf) -> None:
     engine, plan = decode_step(shelf.model("kimi_linear"), 3)
     assert plan.chunks[0].num_own_drafts == 3
-    with pytest.raises(WorkerError, match="loaded without draft modules"):
+    with pytest.raises(WorkerError, match="loaded without a drafter"):
         engine.worker.execute(plan)
 
 

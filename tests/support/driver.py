@@ -18,6 +18,7 @@ from milepost.core.plan import (
     StepResult,
     WorkerRequest,
 )
+from milepost.models.inputs import LayerTaps
 from milepost.models.loading import LoadedModel
 from milepost.runner.batch import Batch
 from milepost.runner.worker import TorchWorker
@@ -184,14 +185,16 @@ class Driver:
     def run(self, plan: StepPlan) -> StepResult:
         return self.worker.execute(plan)
 
-    def decoder_states(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Hidden states of all positions, from one pass of a new request."""
+    def decoder_states(self, tokens: Sequence[int], layers: Sequence[int] = ()) -> torch.Tensor:
+        """Hidden states of all positions, from one pass of a new request; or, if layers are named, their
+        outputs side by side."""
         seen: list[torch.Tensor] = []
         original = self.worker.hidden_states
 
-        def spy(plan: StepPlan) -> tuple[Batch, torch.Tensor]:
-            batch, hidden = original(plan)
-            seen.append(hidden.clone())
+        def spy(plan: StepPlan, taps: LayerTaps | None = None) -> tuple[Batch, torch.Tensor]:
+            own = LayerTaps(layers) if layers else taps
+            batch, hidden = original(plan, own)
+            seen.append(own.rows if layers and own is not None else hidden.clone())
             return batch, hidden
 
         self.worker.hidden_states = spy  # type: ignore[method-assign]

@@ -14,6 +14,7 @@ from milepost.engine.roles import BOTH
 if TYPE_CHECKING:
     from milepost.engine.memory import MemoryPlan
     from milepost.engine.serving import ServingModel, ServingOptions
+    from milepost.models.drafters import DrafterSpec
     from milepost.server.options import ServerOptions
 
 
@@ -79,11 +80,14 @@ def memory_line(plan: MemoryPlan) -> str:
     return f"memory: {', '.join(parts)}; {format_size(plan.total)} of {limit}"
 
 
-def draft_text(num_modules: int, geometry: CacheGeometry) -> str:
-    """What draft modules of the model add to the cache; they are its last attention group."""
+def draft_text(drafter: DrafterSpec, geometry: CacheGeometry) -> str:
+    """What drafts with weights, and what that adds to the cache: its last attention group."""
     group = geometry.attention[-1]
-    modules = "1 module" if num_modules == 1 else f"{num_modules} modules"
-    return f"{modules}; {group.bytes_per_token:,} bytes per token, {group.bytes_per_page:,} per page for taps"
+    name = f"{drafter.method} from {drafter.directory.name}" if drafter.directory is not None else "1 module"
+    if drafter.num_modules > 1:
+        name = f"{drafter.num_modules} modules"
+    taps = f", {group.bytes_per_page:,} per page for taps" if group.bytes_per_page else ""
+    return f"{name}; {group.bytes_per_token:,} bytes per token{taps}"
 
 
 def interval_text(fit: Fit) -> str:

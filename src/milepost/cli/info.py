@@ -26,7 +26,8 @@ def show_info(directory: Path | None, options: ServingOptions, *, check_weights:
     """
     from milepost.engine.memory import held_weight_bytes
     from milepost.engine.serving import EMBEDDED_MODEL, check_budget
-    from milepost.models.description import describe, model_directory
+    from milepost.models.description import describe
+    from milepost.models.hub import model_directory
 
     path = model_directory(EMBEDDED_MODEL if directory is None else directory)
     about = describe(path, **options.model_options)
@@ -58,8 +59,8 @@ def show_info(directory: Path | None, options: ServingOptions, *, check_weights:
         "of these at once": f"{fit.num_longest_requests:,}",
         "prefixes kept": f"about {fit.cached_tokens:,} tokens with {fit.num_checkpoints:,} checkpoints",
     }
-    if about.num_draft_modules:
-        rows["drafter"] = draft_text(about.num_draft_modules, geometry)
+    if about.drafter is not None:
+        rows["drafter"] = draft_text(about.drafter, geometry)
     if check_weights:
         rows["weights"] = _checked_weights(path, options)
     for name, value in rows.items():
@@ -70,7 +71,7 @@ def show_info(directory: Path | None, options: ServingOptions, *, check_weights:
 def _checked_weights(path: Path, options: ServingOptions) -> str:
     from milepost.models.dry_run import check_checkpoint
 
-    report = check_checkpoint(path, dtype=options.dtype, num_draft_tokens=options.num_model_drafts)
+    report = check_checkpoint(path, dtype=options.dtype, **options.draft_options)
     unused = f"; {len(report.unused_tensors):,} without a use" if report.unused_tensors else ""
     return f"{report.num_tensors:,} tensors as expected, {format_size(report.num_bytes)}{unused}"
 

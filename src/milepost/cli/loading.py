@@ -23,7 +23,7 @@ def load(directory: Path | None, options: ServingOptions, console: Console) -> S
         ConfigError, CheckpointFileError: see `load_serving_model`.
     """
     from milepost.engine.serving import EMBEDDED_MODEL, load_serving_model, planned_memory
-    from milepost.models.description import model_directory
+    from milepost.models.hub import model_directory
 
     with _progress(console) as on_progress:
         model = load_serving_model(directory, options, on_progress)
@@ -38,8 +38,8 @@ def load(directory: Path | None, options: ServingOptions, console: Console) -> S
             highlight=False,
             soft_wrap=True,
         )
-        if about.num_draft_modules:
-            text = draft_text(about.num_draft_modules, model.geometry)
+        if about.drafter is not None:
+            text = draft_text(about.drafter, model.geometry)
             console.print(f"drafter: {text}", highlight=False, soft_wrap=True)
         path = model_directory(EMBEDDED_MODEL if directory is None else directory)
         plan = planned_memory(path, about, options)

@@ -236,8 +236,8 @@ Speculation = Annotated[
     typer.Option(
         "--speculative-config",
         help="Guess tokens and verify several at once: JSON such as "
-        '{"method": "ngram", "num_speculative_tokens": 4}; method mtp = with draft modules of the model. '
-        "Default: off.",
+        '{"method": "ngram", "num_speculative_tokens": 4}; method mtp = with draft modules of the model, '
+        'eagle3 = with the drafter in "model", a directory or hub id. Default: off.',
     ),
 ]
 ChatTemplateFile = Annotated[
@@ -328,7 +328,8 @@ def serving_options(
 def _with_auto_cache(options: Any, model: str | Path | None) -> Any:
     from milepost.engine.memory import auto_cache_bytes, available_memory
     from milepost.engine.serving import EMBEDDED_MODEL, planned_memory
-    from milepost.models.description import describe, model_directory
+    from milepost.models.description import describe
+    from milepost.models.hub import model_directory
 
     directory = model_directory(EMBEDDED_MODEL if model is None else model)
     about = describe(directory, **options.model_options)

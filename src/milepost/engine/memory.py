@@ -104,13 +104,18 @@ def memory_plan(
         weights=weight_bytes(directory, about),
         workspace=4
         * (
-            ACTIVATIONS_PER_ROW * max_num_batched_tokens * about.hidden_size
+            (ACTIVATIONS_PER_ROW + _num_taps(about)) * max_num_batched_tokens * about.hidden_size
             + LOGIT_COPIES * rows * about.vocab_size
         )
         + draft_copy_bytes(about, cache_bytes, max_model_len or about.max_model_len),
         cache=cache_bytes,
         stores=store_bytes,
     )
+
+
+def _num_taps(about: ModelDescription) -> int:
+    """Hidden states per row that are kept for a drafter, twice while they are put side by side."""
+    return 0 if about.drafter is None else 2 * len(about.drafter.tap_layers)
 
 
 def draft_copy_bytes(about: ModelDescription, cache_bytes: int, max_model_len: int) -> int:
@@ -132,10 +137,10 @@ def held_weight_bytes(directory: Path, about: ModelDescription) -> int:
     """Bytes of the weights once they are loaded: those of the files, at the dtype they are computed in, and
     no more than the parameters take; packed experts stay packed, quantised weights are smaller."""
     item, stored = ITEM_BYTES[about.dtype], _stored_bytes(directory)
-    held = about.num_parameters * item
+    held = (about.num_parameters - about.draft_parameters) * item
     if stored:
         held = min(stored * item // ITEM_BYTES[read_spec(directory).dtype], held)
-    return held - about.quantized_bytes_saved
+    return held + about.draft_parameters * item - about.quantized_bytes_saved
 
 
 def _stored_bytes(directory: Path) -> int:

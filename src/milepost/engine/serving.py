@@ -98,15 +98,22 @@ class ServingOptions:
     @property
     def model_options(self) -> dict[str, Any]:
         """How the model is read: keyword arguments of both `describe` and `load_model`."""
+        return {"dtype": self.dtype, **self.draft_options, "quantization": self.quantization}
+
+    @property
+    def draft_options(self) -> dict[str, Any]:
+        """Which drafter is loaded: keyword arguments of `describe`, `load_model` and `check_checkpoint`."""
+        if self.speculative is None or not self.num_model_drafts:
+            return {}
         return {
-            "dtype": self.dtype,
             "num_draft_tokens": self.num_model_drafts,
-            "quantization": self.quantization,
+            "draft_method": self.speculative.method,
+            "draft_model": self.speculative.model,
         }
 
     @property
     def num_model_drafts(self) -> int:
-        """Tokens that modules of the model draft, see `load_model`."""
+        """Tokens that a drafter with weights makes, see `load_model`."""
         return 0 if self.speculative is None else self.speculative.num_model_tokens
 
     def cache_config(self) -> CacheConfig:
@@ -235,7 +242,8 @@ def load_serving_model(
     Raises:
         ConfigError, CheckpointFileError: before any weight is read, wherever that is possible.
     """
-    from milepost.models.description import describe, expands_latents, model_directory, model_name
+    from milepost.models.description import describe, expands_latents
+    from milepost.models.hub import model_directory, model_name
 
     path = model_directory(EMBEDDED_MODEL if directory is None else directory)
     cache = options.cache_config()

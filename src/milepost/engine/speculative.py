@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 import msgspec
 
+from milepost.config import SPECULATIVE_FIELD as FIELD
 from milepost.core.drafts import DraftPlanner
 from milepost.core.speculation import DraftLengths
 from milepost.engine.ngram import NgramDrafter
 from milepost.errors import ConfigError
+from milepost.models import drafters
 
-FIELD = "speculative_config"
 NGRAM = "ngram"
-MTP = "mtp"
-METHODS = (NGRAM, MTP)
+METHODS = (NGRAM, *drafters.METHODS)
 MAX_DRAFT_TOKENS = 32
 DEFAULT_LOOKUP = 5
 EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
@@ -23,6 +23,7 @@ EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
 class _Fields(msgspec.Struct, forbid_unknown_fields=True):
     num_speculative_tokens: int
     method: str = ""
+    model: str | None = None
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
 
@@ -32,31 +33,37 @@ class SpeculativeConfig:
     """Speculation of one server. Names are those of vLLM's option.
 
     Attributes:
-        method: "ngram", or "mtp" = modules that the checkpoint ships for it.
+        method: "ngram", or a key of `models.drafters.METHODS`.
         num_speculative_tokens: most drafts per request and step; fewer where they do not pay.
         prompt_lookup_min, prompt_lookup_max: of ngram: tokens of the text's end that must be, and at most
             are, found again.
+        model: directory or hub id of the drafter, for methods with a checkpoint of their own.
     """
 
     method: str
     num_speculative_tokens: int
     prompt_lookup_min: int = 0
     prompt_lookup_max: int = 0
+    model: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> SpeculativeConfig:
-        """From JSON.
+        """From JSON. Without a method, it is the one that the config of `model` is for.
 
         Raises:
             ConfigError: names the key that cannot work.
+            CheckpointFileError: there is no method, and `model` cannot be read to find out.
         """
         try:
             fields = msgspec.json.decode(text, type=_Fields)
         except msgspec.MsgspecError as error:
             raise ConfigError(FIELD, f"{error}. Write it like {EXAMPLE}") from None
-        if fields.method not in METHODS:
+        method = fields.method
+        if not method and fields.model is not None:
+            method = drafters.method_of(fields.model)
+        if method not in METHODS:
             known = ", ".join(METHODS)
-            raise ConfigError(FIELD, f"method {fields.method!r} is not supported; use one of: {known}")
+            raise ConfigError(FIELD, f"method {method!r} is not supported; use one of: {known}")
         if not 1 <= fields.num_speculative_tokens <= MAX_DRAFT_TOKENS:
             raise ConfigError(
                 FIELD,
@@ -64,10 +71,11 @@ class SpeculativeConfig:
                 f"not {fields.num_speculative_tokens}",
             )
         longest, shortest = fields.prompt_lookup_max, fields.prompt_lookup_min
-        if fields.method == MTP:
-            if longest is not None or shortest is not None:
-                raise ConfigError(FIELD, "prompt_lookup_max and prompt_lookup_min belong to method 'ngram'")
-            return cls(MTP, fields.num_speculative_tokens)
+        if method != NGRAM and (longest is not None or shortest is not None):
+            raise ConfigError(FIELD, "prompt_lookup_max and prompt_lookup_min belong to method 'ngram'")
+        drafters.check_model(method, fields.model)
+        if method != NGRAM:
+            return cls(method, fields.num_speculative_tokens, model=fields.model)
         if longest is None:
             longest = DEFAULT_LOOKUP if shortest is None else shortest
         if shortest is None:
@@ -77,12 +85,12 @@ class SpeculativeConfig:
                 FIELD,
                 f"1 <= prompt_lookup_min <= prompt_lookup_max is needed, not {shortest} and {longest}",
             )
-        return cls(fields.method, fields.num_speculative_tokens, shortest, longest)
+        return cls(method, fields.num_speculative_tokens, shortest, longest)
 
     @property
     def num_model_tokens(self) -> int:
-        """Most drafts that modules of the model make; 0 = it needs none."""
-        return self.num_speculative_tokens if self.method == MTP else 0
+        """Most drafts that a drafter with weights makes; 0 = none is needed."""
+        return 0 if self.method == NGRAM else self.num_speculative_tokens
 
     def planner(self) -> DraftPlanner:
         """What the scheduler asks for drafts."""

@@ -174,6 +174,7 @@ def connect_stores(
             numerics=model.numerics,
             exactness=exactness,
             full=options.verify_weights,
+            drafter=None if model.drafter is None else model.drafter.directory,
         ),
         (geometry.rank, geometry.world_size),
     )

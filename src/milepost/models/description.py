@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from milepost.config import EXACT
-from milepost.errors import CheckpointFileError, ConfigError
+from milepost.errors import ConfigError
 from milepost.models.config_reader import read_json_object
-from milepost.models.hub import is_hub_id, snapshot_directory
+from milepost.models.drafters import MTP, DrafterSpec, read_drafter
+from milepost.models.hub import CONFIG_FILE, model_directory
 from milepost.models.layout import CacheLayout, cache_layout
-from milepost.models.parameters import bytes_saved, count_parameters
-from milepost.models.quantization import Quantization, quantization_of
+from milepost.models.parameters import bytes_saved, count_by_role
+from milepost.models.quantization import Quantization, Role, quantization_of
 from milepost.models.registry import parse_config
 from milepost.models.specs import COMPUTE_DTYPES, DecoderSpec
-
-CONFIG_FILE = "config.json"
-SPECULATIVE_FIELD = "speculative_config"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +25,12 @@ class ModelDescription:
 
     Attributes:
         layer_kinds: mixer of each layer, in order.
-        num_parameters: weights of the decoder and the draft modules that run, counted from the config.
+        num_parameters: weights of the decoder and of its drafter, counted from their configs.
         bytes_per_token: attention KV of one token over all layers.
         state_bytes: recurrent state over all layers.
         layer_state_bytes: recurrent state of one linear layer; 0 if there are none.
-        num_draft_modules: modules of the checkpoint that draft; their entries are in `bytes_per_token`.
+        drafter: what drafts with weights, if anything does; its entries are in `bytes_per_token`.
+        draft_parameters: weights of a drafter that has files of its own; they are in `num_parameters`.
         quantization: what weights are rounded to at load; None = nothing.
         quantized_bytes_saved: by which that makes them smaller.
     """
@@ -47,9 +47,15 @@ class ModelDescription:
     state_bytes: int
     layer_state_bytes: int
     layout: CacheLayout
-    num_draft_modules: int = 0
+    drafter: DrafterSpec | None = None
+    draft_parameters: int = 0
     quantization: Quantization | None = None
     quantized_bytes_saved: int = 0
+
+    @property
+    def num_draft_modules(self) -> int:
+        """Modules of the drafter, 0 without one."""
+        return 0 if self.drafter is None else self.drafter.num_modules
 
     @property
     def precision(self) -> str:
@@ -66,31 +72,9 @@ class ModelDescription:
         return self.state_bytes / self.bytes_per_token if self.bytes_per_token else None
 
 
-def model_directory(path: str | Path) -> Path:
-    """`path` as a directory that exists, or the local copy of a hub id like `owner/name@revision`.
-
-    Raises:
-        CheckpointFileError: it does not exist, is a file, or the hub cannot be reached.
-    """
-    directory = Path(path)
-    if not directory.is_dir():
-        if is_hub_id(str(path)) and not directory.exists():
-            return snapshot_directory(str(path))
-        raise CheckpointFileError(f"{directory} is not a directory; give a local directory with config.json")
-    return directory
-
-
 def expands_latents(layer_kinds: Iterable[str], exactness: str) -> bool:
     """Whether some rows of a model's attention work on expanded latents, see `runner.expansion`."""
     return exactness != EXACT and "mla" in layer_kinds
-
-
-def model_name(path: str | Path) -> str:
-    """What callers know a model by: the name of its directory, or its hub id without the revision."""
-    directory = Path(path)
-    if not directory.exists() and is_hub_id(str(path)):
-        return str(path).partition("@")[0]
-    return directory.resolve().name
 
 
 def read_spec(path: str | Path) -> DecoderSpec:
@@ -107,45 +91,36 @@ def resolve_dtype(spec: DecoderSpec, dtype: str | None) -> str:
     return dtype
 
 
-def used_modules(spec: DecoderSpec, num_draft_tokens: int) -> int:
-    """Draft modules that drafting so many tokens with `mtp` runs; 0 for 0 tokens.
-
-    Raises:
-        ConfigError: the config declares none.
-    """
-    if not num_draft_tokens:
-        return 0
-    if spec.mtp is None:
-        key = "mtp_num_hidden_layers" if spec.model_type.startswith("qwen") else "num_nextn_predict_layers"
-        raise ConfigError(
-            SPECULATIVE_FIELD,
-            f"method 'mtp' needs a checkpoint with draft modules of its own, and config.json declares none "
-            f"({key} is 0 or missing, or its attention is not supported); use method 'ngram'",
-        )
-    return min(spec.mtp.num_modules, num_draft_tokens)
-
-
 def describe(
-    path: str | Path, *, dtype: str | None = None, num_draft_tokens: int = 0, quantization: str | None = None
+    path: str | Path,
+    *,
+    dtype: str | None = None,
+    num_draft_tokens: int = 0,
+    draft_method: str = MTP,
+    draft_model: str | Path | None = None,
+    quantization: str | None = None,
 ) -> ModelDescription:
-    """Layers and cache sizes from `config.json` alone.
+    """Layers and cache sizes from `config.json` alone, and from that of a drafter with files of its own.
 
     Args:
-        num_draft_tokens, quantization: see `load_model`.
+        num_draft_tokens, draft_method, draft_model, quantization: see `load_model`.
     """
     spec = read_spec(path)
-    num_modules = used_modules(spec, num_draft_tokens)
-    return describe_spec(spec, resolve_dtype(spec, dtype), num_modules, quantization_of(quantization))
+    drafter = read_drafter(spec, num_draft_tokens, draft_method, draft_model)
+    return describe_spec(spec, resolve_dtype(spec, dtype), drafter, quantization_of(quantization))
 
 
 def describe_spec(
     spec: DecoderSpec,
     dtype: str,
-    num_draft_modules: int = 0,
+    drafter: DrafterSpec | None = None,
     quantization: Quantization | None = None,
 ) -> ModelDescription:
-    layout = cache_layout(spec, dtype, num_draft_modules)
+    layout = cache_layout(spec, dtype, None if drafter is None else drafter.group(dtype))
     geometry = layout.geometry(match_unit=1)
+    counts = count_by_role(spec)
+    drafts = Counter[Role]() if drafter is None else drafter.count_by_role()
+    counts.update(drafts)
     return ModelDescription(
         model_type=spec.model_type,
         dtype=dtype,
@@ -154,12 +129,13 @@ def describe_spec(
         hidden_size=spec.hidden_size,
         vocab_size=spec.vocab_size,
         max_model_len=spec.max_model_len,
-        num_parameters=count_parameters(spec, num_draft_modules),
+        num_parameters=counts.total(),
         bytes_per_token=geometry.bytes_per_token,
         state_bytes=geometry.state_bytes,
         layer_state_bytes=layout.layer_state_bytes,
         layout=layout,
-        num_draft_modules=num_draft_modules,
+        drafter=drafter,
+        draft_parameters=0 if drafter is None or drafter.directory is None else drafts.total(),
         quantization=quantization,
-        quantized_bytes_saved=bytes_saved(spec, dtype, quantization, num_draft_modules),
+        quantized_bytes_saved=bytes_saved(spec, dtype, quantization, counts),
     )

@@ -16,15 +16,15 @@ from milepost.kernels.api import REFERENCE, select_kernels
 from milepost.models.description import (
     ModelDescription,
     describe_spec,
-    model_directory,
     read_spec,
     resolve_dtype,
-    used_modules,
 )
+from milepost.models.draft_target import DraftTarget
+from milepost.models.drafters import MTP, read_drafter
+from milepost.models.hub import model_directory
 from milepost.models.hybrid import HybridDecoder
 from milepost.models.loading import TORCH_DTYPES
-from milepost.models.mtp import MtpModules
-from milepost.models.weights import BYTE_DTYPES, FLOAT_DTYPES, WeightReader
+from milepost.models.weights import BYTE_DTYPES, FLOAT_DTYPES, INTEGER_DTYPES, WeightReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,11 @@ class CheckpointReport:
     """What a dry run found.
 
     Attributes:
-        num_tensors: tensors the decoder uses.
+        num_tensors: tensors the decoder and its drafter use.
         num_values: weights in them; packed 4-bit values count one by one, scales do not count.
         num_bytes: of all tensors in the files, used or not.
-        unused_tensors: names the decoder has no use for.
+        unused_tensors: names that nobody has a use for; those of a drafter's own files begin with
+            `draft_model:`.
     """
 
     description: ModelDescription
@@ -66,6 +67,11 @@ class _HeaderReader(WeightReader):
         self._used(name, 2 * tensor.numel() if name.endswith("weight_packed") else 0)
         return tensor
 
+    def take_integers(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        self._checked(name, (shape,), INTEGER_DTYPES)
+        self._used(name, 0)
+        return torch.zeros(tuple(shape), dtype=torch.int64)
+
     def _used(self, name: str, num_values: int) -> None:
         if name not in self._taken:
             self.num_tensors += 1
@@ -74,12 +80,17 @@ class _HeaderReader(WeightReader):
 
 
 def check_checkpoint(
-    path: str | Path, *, dtype: str | None = None, num_draft_tokens: int = 0
+    path: str | Path,
+    *,
+    dtype: str | None = None,
+    num_draft_tokens: int = 0,
+    draft_method: str = MTP,
+    draft_model: str | Path | None = None,
 ) -> CheckpointReport:
-    """Checks `path/config.json` against the headers of `path/*.safetensors`.
+    """Checks `path/config.json` against the headers of `path/*.safetensors`, and those of a drafter.
 
     Args:
-        dtype, num_draft_tokens: as in `load_model`.
+        dtype, num_draft_tokens, draft_method, draft_model: as in `load_model`.
 
     Raises:
         ConfigError: the config cannot work; `field` is the key.
@@ -88,17 +99,27 @@ def check_checkpoint(
     path = model_directory(path)
     spec = read_spec(path)
     dtype_name = resolve_dtype(spec, dtype)
-    reader = _HeaderReader(path)
+    drafter = read_drafter(spec, num_draft_tokens, draft_method, draft_model)
+    readers = [_HeaderReader(path)]
+
+    def open_files(directory: Path) -> WeightReader:
+        readers.append(_HeaderReader(directory))
+        return readers[-1]
+
     # The reference keeps tensors as they are; packed layouts would need their values.
     kernels, torch_dtype = select_kernels(REFERENCE), TORCH_DTYPES[dtype_name]
-    decoder = HybridDecoder(spec, reader, kernels, torch_dtype)
-    num_modules = used_modules(spec, num_draft_tokens)
-    if num_modules:
-        MtpModules(spec, reader, kernels, torch_dtype, decoder, num_modules)
+    decoder = HybridDecoder(spec, readers[0], kernels, torch_dtype)
+    skipped: tuple[str, ...] = ()
+    if drafter is not None:
+        drafter.load(DraftTarget(spec, decoder, readers[0], kernels, torch_dtype, None, open_files))
+        skipped = drafter.skipped
+    unused = readers[0].unused_names()
+    for reader in readers[1:]:
+        unused += [f"draft_model:{name}" for name in reader.unused_names() if not name.startswith(skipped)]
     return CheckpointReport(
-        describe_spec(spec, dtype_name, num_modules),
-        reader.num_tensors,
-        reader.num_values,
-        reader.num_bytes,
-        reader.unused_names(),
+        describe_spec(spec, dtype_name, drafter),
+        sum(reader.num_tensors for reader in readers),
+        sum(reader.num_values for reader in readers),
+        sum(reader.num_bytes for reader in readers),
+        unused,
     )

@@ -1,4 +1,4 @@
-"""Grouped-query attention layer with per-head norms, partial rotary positions and an output gate."""
+"""Grouped-query attention layer; per-head norms, rotary scaling and the output gate are optional."""
 
 from __future__ import annotations
 
@@ -13,52 +13,67 @@ from milepost.kernels.reference_gqa import (
     rotate,
     row_positions,
 )
+from milepost.models import rope
 from milepost.models.inputs import CacheFields
 from milepost.models.layers import Loader
 from milepost.models.layout import KEY_VALUE_FIELD
 from milepost.models.specs import GqaSpec
 
+OPEN_GATE = 100.0
+"""Its sigmoid is 1 in fp32; stands in where a layer has no output gate."""
+NO_NORM_EPS = 2.0**80
+NO_NORM_WEIGHT = 2.0**40
+"""A norm that leaves its input as it is: x / sqrt(mean(x^2) + eps) * sqrt(eps). In fp32 no mean below 2**55
+shows beside this eps, and both factors are powers of two."""
+
 
 class GqaLayer:
     """Mixer of one layer. Caches per token rotated keys and values.
 
-    Hub names: q_proj (per head query, then gate), k_proj, v_proj, q_norm, k_norm, o_proj.
+    Hub names: q_proj (per head query, then gate if there is one), k_proj, v_proj, q_norm, k_norm, o_proj.
     """
 
     def __init__(
-        self, loader: Loader, layer: int, hidden_size: int, spec: GqaSpec, norm_offset: float
+        self,
+        loader: Loader,
+        layer: int,
+        hidden_size: int,
+        spec: GqaSpec,
+        norm_offset: float,
+        *,
+        input_size: int | None = None,
+        name: str = "gqa",
     ) -> None:
+        """
+        Args:
+            input_size: values per row that the projections read; None = `hidden_size`.
+            name: layers with the same name and shapes share result buffers.
+        """
         self._kernels = loader.kernels
         self._layer = layer
+        self._has_gate = spec.output_gate
         width = spec.num_heads * spec.head_dim
-        parts = (2 * width, spec.kv_width, spec.kv_width)
-        inputs = loader.stacked(("q_proj", "k_proj", "v_proj"), hidden_size, parts)
-        self._inputs = loader.pack_linear(inputs, name="gqa.inputs", parts=parts)
-        self._out = loader.pack_linear(loader.linear("o_proj", width, hidden_size), name="gqa.out")
-        self._params = GqaParams(
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            query_norm=loader.tensor_fp32("q_norm.weight", spec.head_dim) + norm_offset,
-            key_norm=loader.tensor_fp32("k_norm.weight", spec.head_dim) + norm_offset,
-            norm_eps=spec.norm_eps,
-            inverse_frequencies=inverse_frequencies(spec.rotary_dim, spec.rope_theta),
-        )
+        parts = ((1 + spec.output_gate) * width, spec.kv_width, spec.kv_width)
+        inputs = loader.stacked(("q_proj", "k_proj", "v_proj"), input_size or hidden_size, parts)
+        self._inputs = loader.pack_linear(inputs, name=f"{name}.inputs", parts=parts)
+        self._out = loader.pack_linear(loader.linear("o_proj", width, hidden_size), name=f"{name}.out")
+        self._params = _params(loader, spec, norm_offset)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, cache: CacheFields, index: AttentionIndex
     ) -> torch.Tensor:
-        """x [N, D] after the input norm -> residual + output [N, D]; stores the rows in their pages.
+        """x [N, input size] after the input norm -> residual + output [N, D]; stores the rows in their pages.
 
         `residual` may be overwritten.
         """
-        inputs = GqaInputs(*self._kernels.linear_parts(x, self._inputs))
+        query, key, value = self._kernels.linear_parts(x, self._inputs)
+        inputs = GqaInputs(query if self._has_gate else self._with_open_gate(query), key, value)
         pages = cache[self._layer, KEY_VALUE_FIELD]
         mixed = self._kernels.gqa_mixer(inputs, self._params, pages, index)
         return self._kernels.linear(mixed, self._out, residual=residual)
 
     def store(self, x: torch.Tensor, cache: CacheFields, index: AttentionIndex) -> None:
-        """Stores the rows of x [N, D], after the input norm, in their pages, and computes nothing else."""
+        """Stores the rows of x, after the input norm, in their pages, and computes nothing else."""
         params = self._params
         _, key, value = self._kernels.linear_parts(x, self._inputs)
         shape = (x.shape[0], params.num_kv_heads, params.head_dim)
@@ -66,3 +81,37 @@ class GqaLayer:
         key = rotate(rms_norm(key.reshape(shape).float(), params.key_norm, params.norm_eps), angles)
         rows = torch.cat([value.reshape(shape).float(), key], dim=-1)
         store_rows(cache[self._layer, KEY_VALUE_FIELD], rows.reshape(x.shape[0], -1), index)
+
+    def _with_open_gate(self, query: torch.Tensor) -> torch.Tensor:
+        """[N, heads * head_dim] -> [N, heads * 2 * head_dim], a gate that lets everything through behind
+        every head."""
+        params = self._params
+        per_head = query.new_full((query.shape[0], params.num_heads, 2, params.head_dim), OPEN_GATE)
+        per_head[:, :, 0] = query.reshape(-1, params.num_heads, params.head_dim)
+        return per_head.flatten(1)
+
+
+def _params(loader: Loader, spec: GqaSpec, norm_offset: float) -> GqaParams:
+    """Norms, or what stands in for them, and frequencies; what multiplies rotated entries of queries and keys
+    is taken into the queries' norm."""
+    has_norms = loader.has("q_norm.weight") if spec.head_norms is None else spec.head_norms
+    if has_norms:
+        query_norm = loader.tensor_fp32("q_norm.weight", spec.head_dim) + norm_offset
+        key_norm = loader.tensor_fp32("k_norm.weight", spec.head_dim) + norm_offset
+    else:
+        query_norm = torch.full((spec.head_dim,), NO_NORM_WEIGHT)
+        key_norm = query_norm.clone()
+    if spec.rope is None:
+        frequencies = inverse_frequencies(spec.rotary_dim, spec.rope_theta)
+    else:
+        frequencies = torch.tensor(rope.inverse_frequencies(spec.rope), dtype=torch.float32)
+        query_norm[: spec.rope.width] *= spec.rope.amplitude**2 * spec.rope.score_factor
+    return GqaParams(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        query_norm=query_norm,
+        key_norm=key_norm,
+        norm_eps=spec.norm_eps if has_norms else NO_NORM_EPS,
+        inverse_frequencies=frequencies,
+    )

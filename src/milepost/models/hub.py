@@ -1,4 +1,5 @@
-"""Model directories by their hub id, where `huggingface_hub` is installed and can reach it. No torch."""
+"""Model directories, local or by their hub id, where `huggingface_hub` is installed and can reach it. No
+torch."""
 
 from __future__ import annotations
 
@@ -8,12 +9,35 @@ from pathlib import Path
 from milepost.errors import CheckpointFileError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?")
+CONFIG_FILE = "config.json"
 WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "tiktoken.model")
 
 
 def is_hub_id(text: str) -> bool:
     """`owner/name`, or `owner/name@revision`."""
     return _HUB_ID.fullmatch(text) is not None
+
+
+def model_directory(path: str | Path) -> Path:
+    """`path` as a directory that exists, or the local copy of a hub id like `owner/name@revision`.
+
+    Raises:
+        CheckpointFileError: it does not exist, is a file, or the hub cannot be reached.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        if is_hub_id(str(path)) and not directory.exists():
+            return snapshot_directory(str(path))
+        raise CheckpointFileError(f"{directory} is not a directory; give a local directory with config.json")
+    return directory
+
+
+def model_name(path: str | Path) -> str:
+    """What callers know a model by: the name of its directory, or its hub id without the revision."""
+    directory = Path(path)
+    if not directory.exists() and is_hub_id(str(path)):
+        return str(path).partition("@")[0]
+    return directory.resolve().name
 
 
 def snapshot_directory(model_id: str) -> Path:

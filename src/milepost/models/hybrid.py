@@ -12,7 +12,7 @@ from milepost.kernels.index import MixerRecord, RecurrentIndex
 from milepost.kernels.reference_residuals import mix_sources
 from milepost.models.gdn import GdnLayer
 from milepost.models.gqa import GqaLayer
-from milepost.models.inputs import CacheFields, StepInputs
+from milepost.models.inputs import CacheFields, LayerTaps, StepInputs
 from milepost.models.kda import KdaLayer
 from milepost.models.layers import DenseMlp, Loader, RmsNorm
 from milepost.models.mla import MlaLayer
@@ -122,9 +122,17 @@ class AttentionResiduals:
         self._output = SourceMix.load(loader, "output_attn_res", spec)
 
     def run(
-        self, x: torch.Tensor, layers: list[DecoderLayer], inputs: StepInputs, cache: CacheFields
+        self,
+        x: torch.Tensor,
+        layers: list[DecoderLayer],
+        inputs: StepInputs,
+        cache: CacheFields,
+        taps: LayerTaps | None = None,
     ) -> torch.Tensor:
-        """Embeddings [N, D] through all layers to the mix that the final norm reads."""
+        """Embeddings [N, D] through all layers to the mix that the final norm reads.
+
+        A layer's output is the running sum, without the finished blocks before it.
+        """
         blocks: list[torch.Tensor] = []
         prefix = x
         for index, layer in enumerate(layers):
@@ -134,6 +142,8 @@ class AttentionResiduals:
                 prefix = torch.zeros_like(prefix)
             prefix = layer.mix(source, prefix, inputs, cache)
             prefix = layer.feed(self._before_mlp[index](blocks, prefix), prefix)
+            if taps is not None:
+                taps.keep(index, prefix)
         return self._output(blocks, prefix)
 
 
@@ -189,14 +199,20 @@ class HybridDecoder:
         """The final norm of rows [N, D]; a new tensor."""
         return self._norm(hidden).clone()
 
-    def forward(self, inputs: StepInputs, cache: CacheFields) -> torch.Tensor:
-        """Hidden states after the last layer [N, D], before the final norm. Writes the cache."""
+    def forward(self, inputs: StepInputs, cache: CacheFields, taps: LayerTaps | None = None) -> torch.Tensor:
+        """Hidden states after the last layer [N, D], before the final norm. Writes the cache.
+
+        Args:
+            taps: keeps the outputs of the layers it names.
+        """
         x = self.embed(inputs.token_ids)
         if self._residuals is not None:
-            return self._residuals.run(x, self._layers, inputs, cache)
-        for layer in self._layers:
+            return self._residuals.run(x, self._layers, inputs, cache, taps)
+        for index, layer in enumerate(self._layers):
             x = layer.mix(x, x, inputs, cache)
             x = layer.feed(x, x)
+            if taps is not None:
+                taps.keep(index, x)
         return x
 
     def replay(

@@ -7,7 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from milepost.models.config_reader import read_json_object
-from milepost.models.description import CONFIG_FILE
+from milepost.models.hub import CONFIG_FILE
 from milepost.models.layout import CacheLayout
 from milepost.models.safetensors_file import SafetensorsFile
 from milepost.models.weights import WeightReader
@@ -62,6 +62,7 @@ def fingerprint(
     numerics: str,
     exactness: str,
     full: bool = False,
+    drafter: str | Path | None = None,
 ) -> str:
     """Hex SHA-256 over config, weights, layout and dtypes of what is cached, numerics and exactness.
 
@@ -73,6 +74,7 @@ def fingerprint(
         numerics: `LoadedModel.numerics`: instruction path and revision of the kernels, and what the weights
             were quantised to.
         exactness: what the self-test promises here, and the mode asked for.
+        drafter: directory of a drafter with a checkpoint of its own, whose entries are cached as well.
     """
     parts = {
         "format": FINGERPRINT_FORMAT,
@@ -83,4 +85,9 @@ def fingerprint(
         "numerics": numerics,
         "exactness": exactness,
     }
+    if drafter is not None:
+        parts["drafter"] = {
+            "config": read_json_object(Path(drafter) / CONFIG_FILE),
+            "weights": weights_digest(drafter, full=full),
+        }
     return sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

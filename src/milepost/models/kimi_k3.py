@@ -50,7 +50,7 @@ def parse_config(config: ConfigReader) -> DecoderSpec:
         kda=None if kda is None else dataclasses.replace(kda, padded_decay_log=True),
         mla=read_mla(text) if "mla" in mixers else None,
         moe=moe,
-        situ=_situ(text),
+        situ=read_situ(text),
         attn_res_block_layers=text.optional_integer("attn_res_block_size"),
         skipped=(*VISION_PREFIXES, *draft_prefixes(text, len(mixers))),
         mtp=read_mtp(text) if "mla" in mixers else None,
@@ -58,7 +58,8 @@ def parse_config(config: ConfigReader) -> DecoderSpec:
     )
 
 
-def _situ(config: ConfigReader) -> SituSpec | None:
+def read_situ(config: ConfigReader) -> SituSpec | None:
+    """Activation of the MLPs; None = SwiGLU."""
     name = config.text("hidden_act")
     if name == "silu":
         return None

@@ -6,19 +6,19 @@ runner's pools get offsets, shapes and dtypes.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from milepost.core.geometry import AttentionGroupSpec, CacheGeometry, RecurrentGroupSpec
 from milepost.core.units import ceil_to
-from milepost.models.specs import ITEM_BYTES, DecoderSpec
+from milepost.models.specs import ITEM_BYTES, DecoderSpec, GqaSpec, MlaSpec
 
 STATE_FIELD_ALIGNMENT = 64
 """Bytes; every field of a state starts on a cache line."""
 
-DRAFT_GROUP = "mtp"
-"""Name of the attention group of draft modules."""
 DRAFT_COPY_BYTES = 64 << 20
 """Draft entries that are copied at the same time, or those of one request if they are more."""
 LATENT_FIELD = "latent"
@@ -28,7 +28,7 @@ KEY_VALUE_FIELD = "key_value"
 CONV_TAIL_FIELD = "conv_tail"
 """KDA, GDN: the last conv_kernel - 1 raw q|k|v rows before the convolution, oldest first."""
 TAP_FIELD = "tap"
-"""Draft modules: per page the hidden state that the module's next entry reads, see `cache_layout`."""
+"""Draft modules: per page the hidden state that the module's next entry reads, see `draft_group`."""
 STATE_MATRIX_FIELD = "state_matrix"
 """KDA, GDN: S, per (value) head [key dim, value dim], always fp32."""
 
@@ -115,16 +115,21 @@ class RecurrentGroupLayout:
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """All groups of a model; group g here is group g of the geometry."""
+    """All groups of a model; group g here is group g of the geometry.
+
+    Attributes:
+        has_drafter: the last attention group is a drafter's. Its name says so as well, so it is no part of
+            the text that identifies a layout.
+    """
 
     attention: tuple[AttentionGroupLayout, ...]
     recurrent: tuple[RecurrentGroupLayout, ...]
+    has_drafter: bool = dataclasses.field(default=False, repr=False)
 
     @property
     def draft_group(self) -> AttentionGroupLayout | None:
-        """Entries of draft modules, the last attention group; None without any."""
-        group = self.attention[-1] if self.attention else None
-        return group if group is not None and group.name == DRAFT_GROUP else None
+        """What a drafter remembers, the last attention group; None without one."""
+        return self.attention[-1] if self.has_drafter else None
 
     @property
     def layer_state_bytes(self) -> int:
@@ -150,13 +155,11 @@ class CacheLayout:
         )
 
 
-def cache_layout(spec: DecoderSpec, dtype: str, num_draft_modules: int = 0) -> CacheLayout:
+def cache_layout(spec: DecoderSpec, dtype: str, drafts: AttentionGroupLayout | None = None) -> CacheLayout:
     """Layout of a decoder whose KV cache and convolution tails are kept in `dtype`.
 
-    With draft modules there is one attention group more, the last one (`DRAFT_GROUP`). It holds per module,
-    as if it were a further layer, the entries of its attention; entry j belongs to the token at position j
-    and depends on tokens [0, j] only. Each page also holds one tap per module: what the module's first entry
-    behind the page reads. Within a page that is not full it belongs to the newest token.
+    Args:
+        drafts: what a drafter keeps; it becomes the last attention group.
     """
     attention: list[AttentionGroupLayout] = []
     recurrent: list[RecurrentGroupLayout] = []
@@ -170,8 +173,8 @@ def cache_layout(spec: DecoderSpec, dtype: str, num_draft_modules: int = 0) -> C
             TokenField(layer, KEY_VALUE_FIELD, width, dtype) for layer in spec.layer_indices("gqa")
         )
         attention.append(AttentionGroupLayout("gqa", fields))
-    if num_draft_modules:
-        attention.append(_draft_group(spec, dtype, num_draft_modules))
+    if drafts is not None:
+        attention.append(drafts)
     if spec.kda is not None:
         kda = spec.kda
         shapes = (
@@ -186,21 +189,32 @@ def cache_layout(spec: DecoderSpec, dtype: str, num_draft_modules: int = 0) -> C
             (CONV_TAIL_FIELD, (gdn.conv_kernel - 1, gdn.conv_width), dtype),
         )
         recurrent.append(RecurrentGroupLayout("gdn", _packed_fields(spec.layer_indices("gdn"), shapes)))
-    return CacheLayout(tuple(attention), tuple(recurrent))
+    return CacheLayout(tuple(attention), tuple(recurrent), drafts is not None)
 
 
-def _draft_group(spec: DecoderSpec, dtype: str, num_modules: int) -> AttentionGroupLayout:
-    if spec.draft_layer.mixer == "mla":
-        assert spec.mla is not None
-        name, width = LATENT_FIELD, spec.mla.latent_width
+def draft_group(
+    name: str, layers: Sequence[int], mixer: MlaSpec | GqaSpec, tap_width: int, dtype: str
+) -> AttentionGroupLayout:
+    """What draft modules keep that hand hidden states on, one module per layer.
+
+    Per module there are, as if it were a further layer of the decoder, the entries of its attention; entry j
+    belongs to the token at position j and depends on tokens [0, j] only. Each page also holds one tap per
+    module: what the module's first entry behind the page reads. Within a page that is not full it belongs
+    to the newest token.
+
+    Args:
+        name: of the group.
+        layers: under which modules keep their fields, behind those of the decoder.
+        tap_width: values of a hidden state.
+    """
+    if isinstance(mixer, MlaSpec):
+        entry, width = LATENT_FIELD, mixer.latent_width
     else:
-        assert spec.gqa is not None
-        name, width = KEY_VALUE_FIELD, 2 * spec.gqa.kv_width
-    layers = range(len(spec.layers), len(spec.layers) + num_modules)
+        entry, width = KEY_VALUE_FIELD, 2 * mixer.kv_width
     return AttentionGroupLayout(
-        DRAFT_GROUP,
-        tuple(TokenField(layer, name, width, dtype) for layer in layers),
-        tuple(TokenField(layer, TAP_FIELD, spec.hidden_size, dtype) for layer in layers),
+        name,
+        tuple(TokenField(layer, entry, width, dtype) for layer in layers),
+        tuple(TokenField(layer, TAP_FIELD, tap_width, dtype) for layer in layers),
     )
 
 

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,14 +17,14 @@ from milepost.models.description import (
     ModelDescription,
     describe_spec,
     expands_latents,
-    model_directory,
     read_spec,
     resolve_dtype,
-    used_modules,
 )
+from milepost.models.draft_target import DraftTarget
+from milepost.models.drafters import MTP, DrafterSpec, read_drafter
+from milepost.models.hub import model_directory
 from milepost.models.hybrid import HybridDecoder
 from milepost.models.layout import CacheLayout, cache_layout
-from milepost.models.mtp import MtpModules
 from milepost.models.quantization import Quantization, quantization_of
 from milepost.models.specs import DecoderSpec
 from milepost.models.weights import Progress, WeightReader
@@ -44,7 +45,8 @@ class LoadedModel:
         quantization: what its weights were rounded to; None = nothing was.
         kernels: the operations it calls, with the choices behind them.
         unused_tensors: names in the files that the decoder has no use for.
-        drafts: the checkpoint's own draft modules, None unless they were asked for.
+        drafter: what drafts with weights, None unless it was asked for.
+        drafts: its torch side, see `drafters.DrafterSpec.load`.
         expands_latents: see `description.expands_latents`.
     """
 
@@ -56,7 +58,8 @@ class LoadedModel:
         dtype: str,
         kernels: Kernels,
         unused_tensors: list[str],
-        drafts: MtpModules | None = None,
+        drafter: DrafterSpec | None = None,
+        drafts: Any = None,
         quantization: Quantization | None = None,
     ) -> None:
         self.config = config
@@ -65,6 +68,7 @@ class LoadedModel:
         self.dtype = dtype
         self.kernels = kernels
         self.unused_tensors = unused_tensors
+        self.drafter = drafter
         self.drafts = drafts
         self.quantization = quantization
         self.expands_latents = expands_latents((layer.mixer for layer in config.layers), kernels.exactness)
@@ -89,8 +93,7 @@ class LoadedModel:
         return self.layout.geometry(match_unit)
 
     def describe(self) -> ModelDescription:
-        num_modules = 0 if self.drafts is None else self.drafts.num_modules
-        return describe_spec(self.config, self.dtype, num_modules, self.quantization)
+        return describe_spec(self.config, self.dtype, self.drafter, self.quantization)
 
 
 def load_model(
@@ -101,6 +104,8 @@ def load_model(
     check_finite: bool = True,
     kernels: Kernels | None = None,
     num_draft_tokens: int = 0,
+    draft_method: str = MTP,
+    draft_model: str | Path | None = None,
     exactness: str = EXACT,
     quantization: str | None = None,
 ) -> LoadedModel:
@@ -113,7 +118,9 @@ def load_model(
         check_finite: refuse weights that hold NaN or infinity (reads every value once).
         kernels: None = the best available.
         exactness: as for `select_kernels`, unless `kernels` are given.
-        num_draft_tokens: tokens to be drafted with the checkpoint's own modules; 0 = they are not loaded.
+        num_draft_tokens: tokens to be drafted by a drafter with weights; 0 = none is loaded.
+        draft_method: which, a key of `drafters.METHODS`.
+        draft_model: directory or hub id of its checkpoint; None = its tensors are among the decoder's.
         quantization: a name of `models.quantization.QUANTIZATIONS`; None = weights stay as they are.
 
     Raises:
@@ -123,19 +130,30 @@ def load_model(
     path = model_directory(path)
     spec = read_spec(path)
     dtype_name = resolve_dtype(spec, dtype)
-    num_modules = used_modules(spec, num_draft_tokens)
+    drafter = read_drafter(spec, num_draft_tokens, draft_method, draft_model)
     coding = quantization_of(quantization)
     weights = WeightReader(path, progress=progress, check_finite=check_finite)
     chosen = kernels or select_kernels(exactness=exactness, coded_weights=coding is not None)
     decoder = HybridDecoder(spec, weights, chosen, TORCH_DTYPES[dtype_name], coding)
+    opened: list[WeightReader] = []
+
+    def open_files(directory: Path) -> WeightReader:
+        opened.append(WeightReader(directory, check_finite=check_finite))
+        return opened[-1]
+
     drafts = None
-    if num_modules:
-        drafts = MtpModules(spec, weights, chosen, TORCH_DTYPES[dtype_name], decoder, num_modules, coding)
+    if drafter is not None:
+        drafts = drafter.load(
+            DraftTarget(spec, decoder, weights, chosen, TORCH_DTYPES[dtype_name], coding, open_files)
+        )
+        for reader in opened:
+            reader.finish()
+            _log_unused(reader.unused_names(), drafter.skipped)
     weights.finish()
     unused = weights.unused_names()
     _log_unused(unused, spec.skipped)
-    layout = cache_layout(spec, dtype_name, num_modules)
-    return LoadedModel(spec, layout, decoder, dtype_name, chosen, unused, drafts, coding)
+    layout = cache_layout(spec, dtype_name, None if drafter is None else drafter.group(dtype_name))
+    return LoadedModel(spec, layout, decoder, dtype_name, chosen, unused, drafter, drafts, coding)
 
 
 def _log_unused(names: Sequence[str], skipped: Sequence[str]) -> None:

@@ -22,15 +22,14 @@ from typing import Any
 
 import torch
 
+from milepost.config import SPECULATIVE_FIELD
 from milepost.errors import ConfigError
-from milepost.kernels.api import Kernels
-from milepost.models.description import SPECULATIVE_FIELD
-from milepost.models.hybrid import DecoderLayer, HybridDecoder
+from milepost.models.draft_target import DraftRows, DraftTarget
+from milepost.models.hybrid import DecoderLayer
 from milepost.models.inputs import CacheFields, StepInputs
 from milepost.models.layers import Loader, RmsNorm
-from milepost.models.quantization import Quantization
+from milepost.models.mtp_config import MtpDrafter
 from milepost.models.specs import DecoderSpec
-from milepost.models.weights import WeightReader
 
 _QWEN_MODULES = "mtp"
 
@@ -47,57 +46,32 @@ class _Module:
     head: Any
 
 
-@dataclass(frozen=True, slots=True)
-class DraftRows:
-    """What a module computed for some rows.
-
-    Attributes:
-        handed_on: [N, D], what the next stage reads.
-        normed: [N, D], what the head reads.
-    """
-
-    handed_on: torch.Tensor
-    normed: torch.Tensor
-
-
 class MtpModules:
-    """The first modules of a checkpoint, loaded.
-
-    Entries are counted from a module's first one: index positions are token positions less `first_position`.
+    """The first modules of a checkpoint, loaded; `draft_target.ChainedModules`.
 
     Attributes:
         num_modules: how many there are.
         width: of hidden states, D.
+        tap_layers: none, they read the hidden states behind the last layer.
     """
 
-    def __init__(
-        self,
-        spec: DecoderSpec,
-        weights: WeightReader,
-        kernels: Kernels,
-        dtype: torch.dtype,
-        decoder: HybridDecoder,
-        num_modules: int,
-        quantization: Quantization | None = None,
-    ) -> None:
+    def __init__(self, drafter: MtpDrafter, target: DraftTarget) -> None:
         """
-        Args:
-            decoder: whose embedding and head are used; it was loaded from the same `weights`.
-
         Raises:
             ConfigError: the files have no tensors of the modules that the config declares.
             CheckpointFileError: a tensor is missing or has another shape.
         """
-        assert spec.mtp is not None
-        self.num_modules = num_modules
+        spec = target.spec
+        self.num_modules = drafter.num_modules
         self.width = spec.hidden_size
-        self._decoder = decoder
-        self._kernels = kernels
-        self._is_qwen = spec.mtp.family == "qwen"
-        self._layer_index = len(spec.layers)
+        self.tap_layers = drafter.tap_layers
+        self._decoder = target.decoder
+        self._kernels = target.kernels
+        self._is_qwen = drafter.mtp.family == "qwen"
+        self._layers = drafter.layers
         build = self._qwen if self._is_qwen else self._deepseek
-        self._modules = build(spec, Loader(weights, kernels, dtype, decoder.prefix, quantization))
-        weights.release()
+        self._modules = build(spec, target.loader(target.weights, target.decoder.prefix))
+        target.weights.release()
 
     def first_position(self, module: int) -> int:
         """Token position of the first entry of `module`."""
@@ -105,11 +79,11 @@ class MtpModules:
 
     def layer(self, module: int) -> int:
         """Number under which a module's cache fields are kept: as if its layer came behind the decoder's."""
-        return self._layer_index + module
+        return self._layers[module]
 
-    def taps(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the first module reads of the decoder's rows [N, D] (`HybridDecoder.forward`)."""
-        return self._decoder.normed(hidden) if self._is_qwen else hidden
+    def taps(self, read: torch.Tensor) -> torch.Tensor:
+        """What the first module reads of the decoder's hidden states [N, D] (`HybridDecoder.forward`)."""
+        return self._decoder.normed(read) if self._is_qwen else read
 
     def run(self, module: int, inputs: StepInputs, hidden: torch.Tensor, cache: CacheFields) -> DraftRows:
         """One pass over rows of one module; their entries are stored.

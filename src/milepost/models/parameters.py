@@ -5,47 +5,33 @@ from __future__ import annotations
 from collections import Counter
 
 from milepost.models.quantization import Quantization, Role
-from milepost.models.specs import ITEM_BYTES, DecoderSpec
+from milepost.models.specs import ITEM_BYTES, DecoderSpec, LayerSpec
 
 
-def count_parameters(spec: DecoderSpec, num_draft_modules: int = 0) -> int:
-    """Weights of the whole decoder, embeddings included, and of that many draft modules; vision is not."""
-    return count_by_role(spec, num_draft_modules).total()
+def count_parameters(spec: DecoderSpec) -> int:
+    """Weights of the whole decoder, embeddings included; vision and drafters are not."""
+    return count_by_role(spec).total()
 
 
-def count_by_role(spec: DecoderSpec, num_draft_modules: int = 0) -> Counter[Role]:
+def count_by_role(spec: DecoderSpec) -> Counter[Role]:
     """The same, by what they are for. A head that is tied to the embeddings counts with these."""
     total = Counter[Role]({"vector": spec.hidden_size, "table": spec.vocab_size * spec.hidden_size})
     if not spec.tie_word_embeddings:
         total["head"] = spec.vocab_size * spec.hidden_size
-    mixers = {"kda": _kda, "mla": _mla, "gdn": _gdn, "gqa": _gqa}
-    per_mixer = {name: mixers[name](spec) for name in {layer.mixer for layer in spec.layers}}
-    per_mlp = {"moe": _moe(spec), "dense": _dense(spec)}
+    counts = {layer: count_layer(spec, layer) for layer in set(spec.layers)}
     for layer in spec.layers:
-        total["vector"] += 2 * spec.hidden_size
-        total.update(per_mixer[layer.mixer])
-        total.update(per_mlp[layer.mlp])
+        total.update(counts[layer])
     if spec.attn_res_block_layers is not None:
         total["vector"] += 2 * spec.hidden_size * (2 * len(spec.layers) + 1)
-    total.update(_drafts(spec, num_draft_modules))
     return total
 
 
-def _drafts(spec: DecoderSpec, num_modules: int) -> Counter[Role]:
-    """With the heads that modules in DeepSeek's layout are published with."""
-    total = Counter[Role]()
-    if not num_modules or spec.mtp is None:
-        return total
-    layer, hidden = spec.draft_layer, spec.hidden_size
-    for _ in range(num_modules):
-        total["vector"] += 2 * hidden
-        total.update(_mla(spec) if layer.mixer == "mla" else _gqa(spec))
-        total.update(_moe(spec) if layer.mlp == "moe" else _dense(spec))
-    num_stems = 1 if spec.mtp.family == "qwen" else num_modules
-    total["vector"] += num_stems * 3 * hidden
-    total["projection"] += num_stems * 2 * hidden * hidden
-    if spec.mtp.family != "qwen":
-        total["head"] += num_modules * spec.vocab_size * hidden
+def count_layer(spec: DecoderSpec, layer: LayerSpec) -> Counter[Role]:
+    """Weights of one layer with such a mixer and MLP, norms included."""
+    mixers = {"kda": _kda, "mla": _mla, "gdn": _gdn, "gqa": _gqa}
+    total = Counter[Role]({"vector": 2 * spec.hidden_size})
+    total.update(mixers[layer.mixer](spec))
+    total.update(_moe(spec) if layer.mlp == "moe" else _dense(spec))
     return total
 
 
@@ -54,13 +40,17 @@ def _dense(spec: DecoderSpec) -> Counter[Role]:
 
 
 def bytes_saved(
-    spec: DecoderSpec, dtype: str, quantization: Quantization | None, num_draft_modules: int = 0
+    spec: DecoderSpec, dtype: str, quantization: Quantization | None, counts: Counter[Role] | None = None
 ) -> int:
-    """By which quantised weights are smaller than weights of the dtype; packed experts are so anyway."""
+    """By which quantised weights are smaller than weights of the dtype; packed experts are so anyway.
+
+    Args:
+        counts: of all weights that are loaded; None = those of the decoder.
+    """
     if quantization is None:
         return 0
     saved = 0
-    for role, count in count_by_role(spec, num_draft_modules).items():
+    for role, count in (count_by_role(spec) if counts is None else counts).items():
         scheme = quantization.scheme(role)
         is_packed = role == "expert" and spec.moe is not None and spec.moe.packed_mxfp4
         if scheme is not None and not is_packed:

@@ -17,6 +17,9 @@ from typing import Any
 from milepost.errors import CheckpointFileError
 from milepost.models.config_reader import unrepeated
 
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+"""What the files of a checkpoint are called: the only one, or what says which tensor is in which."""
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
 _ITEM_BYTES = {

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from milepost.models.rope import RopeSpec
 
 Mixer = Literal["kda", "mla", "gdn", "gqa"]
 Mlp = Literal["dense", "moe"]
@@ -48,13 +51,15 @@ class KdaSpec:
 
 @dataclass(frozen=True, slots=True)
 class MlaSpec:
-    """Multi-head latent attention without positions (NoPE).
+    """Multi-head latent attention.
 
     Attributes:
         q_lora_rank: None = one `q_proj`, else q_a / norm / q_b.
         latent_norm_eps: of the q_a and kv_a norms. The published code uses 1e-6 here, whatever
             `rms_norm_eps` says.
         output_gate: the heads' outputs are multiplied by sigmoid(g_proj(x)).
+        rope: of the shared key part and its part of the queries; None = no positions (NoPE), as in all
+            decoders here.
     """
 
     num_heads: int
@@ -65,6 +70,7 @@ class MlaSpec:
     v_head_dim: int
     latent_norm_eps: float = 1e-6
     output_gate: bool = False
+    rope: RopeSpec | None = None
 
     @property
     def latent_width(self) -> int:
@@ -116,6 +122,9 @@ class GqaSpec:
     Attributes:
         rotary_dim: leading entries of a head that are rotated; even.
         norm_eps: of the query and key norms.
+        rope: how they are rotated if not plainly; None = by powers of `rope_theta`.
+        output_gate: the heads' outputs are multiplied by a sigmoid that `q_proj` brings as well.
+        head_norms: queries and keys are normed; None = if the checkpoint has these norms.
     """
 
     num_heads: int
@@ -124,6 +133,9 @@ class GqaSpec:
     rotary_dim: int
     rope_theta: float
     norm_eps: float
+    rope: RopeSpec | None = None
+    output_gate: bool = True
+    head_norms: bool | None = True
 
     @property
     def kv_width(self) -> int:

@@ -12,10 +12,7 @@ import torch
 
 from milepost.errors import CheckpointFileError
 from milepost.models.config_reader import read_json_object
-from milepost.models.safetensors_file import SafetensorsFile
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+from milepost.models.safetensors_file import INDEX_FILE, SINGLE_FILE, SafetensorsFile
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -25,6 +22,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 BYTE_DTYPES = ("U8", "F8_E8M0")
 """Packed values and their scales; read as uint8."""
+INTEGER_DTYPES = ("I64", "I32")
 
 _CHECKED_AT_ONCE = 1 << 20
 """Values."""
@@ -159,6 +157,16 @@ class WeightReader:
             raise CheckpointFileError(f"{file.path}: tensor {name} holds NaN")
         self._count(name)
         return stored
+
+    def take_integers(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """int64 tensor `name` of exactly `shape`; a copy.
+
+        Raises:
+            CheckpointFileError: missing, wrong shape, or not stored as integers.
+        """
+        file = self._checked(name, (shape,), INTEGER_DTYPES)
+        self._count(name)
+        return _view(file, name).to(torch.int64, copy=True)
 
     def must_repeat(self, name: str, other: str) -> None:
         """Takes tensor `name` only to see that it is a copy of `other`.

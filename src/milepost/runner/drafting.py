@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from milepost.kernels.index import AttentionIndex, RowSpan
+from milepost.models.draft_target import ChainedModules
 from milepost.models.inputs import CacheFields, StepInputs
 from milepost.models.layout import DRAFT_COPY_BYTES, TAP_FIELD, AttentionGroupLayout
-from milepost.models.mtp import MtpModules
 from milepost.runner.batch import PageTable
 from milepost.runner.draft_sampling import DraftSampler, pick_drafts
 
@@ -97,11 +97,11 @@ class _Entries:
         return AttentionIndex(tuple(spans), tuple(tables), at // self._unit, at % self._unit)
 
 
-class MtpRunner:
-    """Runs draft modules over the pages of a worker."""
+class ChainRunner:
+    """Runs draft modules over the pages of a worker; a `drafters.DraftRunner`."""
 
     def __init__(
-        self, modules: MtpModules, group: AttentionGroupLayout, fields: CacheFields, match_unit: int
+        self, modules: ChainedModules, group: AttentionGroupLayout, fields: CacheFields, match_unit: int
     ) -> None:
         """
         Args:
@@ -117,6 +117,10 @@ class MtpRunner:
         self._bytes_per_token = group.bytes_per_token
         self._entries = [fields[layer, name] for layer in layers]
         self._taps = [fields[layer, TAP_FIELD] for layer in layers]
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        return self._modules.tap_layers
 
     def propose(self, lanes: Sequence[DraftLane]) -> list[array[int]]:
         """Guesses for the tokens behind the newest one of every lane; some may be empty.
@@ -138,13 +142,13 @@ class MtpRunner:
                 break
         return work.drafts
 
-    def follow(self, parts: Sequence[ProcessedRows], hidden: torch.Tensor) -> None:
+    def record(self, parts: Sequence[ProcessedRows], read: torch.Tensor) -> None:
         """Brings entries and taps of requests up to what was processed.
 
         Args:
-            hidden: [N, D] of the step's rows, from the decoder.
+            read: of the step's rows, what `ChainedModules.taps` reads.
         """
-        taps = self._modules.taps(hidden)
+        taps = self._modules.taps(read)
         streams = [taps[part.first_row : part.first_row + part.end - part.start] for part in parts]
         last = self._modules.num_modules - 1
         for module in range(last + 1):
@@ -288,7 +292,7 @@ class MtpRunner:
 class _Proposals:
     """Guesses in the making. Row r of a lane stands at `lane.position + r`: newest token, then guesses."""
 
-    def __init__(self, runner: MtpRunner, lanes: Sequence[DraftLane]) -> None:
+    def __init__(self, runner: ChainRunner, lanes: Sequence[DraftLane]) -> None:
         self._runner = runner
         self._lanes = lanes
         self.drafts: list[array[int]] = [array("I") for _ in lanes]

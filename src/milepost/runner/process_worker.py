@@ -27,7 +27,7 @@ class WorkerSpec:
         model_path: local model directory.
         dtype: as for `load_model`.
         num_threads: threads torch may use, None = its default.
-        num_draft_tokens, quantization: as for `load_model`.
+        num_draft_tokens, draft_method, draft_model, quantization: as for `load_model`.
     """
 
     model_path: str
@@ -36,6 +36,8 @@ class WorkerSpec:
     cache_bytes: int
     num_threads: int | None = None
     num_draft_tokens: int = 0
+    draft_method: str = "mtp"
+    draft_model: str | None = None
     quantization: str | None = None
 
 
@@ -183,6 +185,8 @@ def _build(spec: WorkerSpec) -> Any:
         spec.model_path,
         dtype=spec.dtype,
         num_draft_tokens=spec.num_draft_tokens,
+        draft_method=spec.draft_method,
+        draft_model=spec.draft_model,
         quantization=spec.quantization,
     )
     return TorchWorker(model, model.geometry(spec.match_unit), spec.cache_bytes)

@@ -26,10 +26,11 @@ from milepost.core.plan import (
     WorkerRequest,
 )
 from milepost.errors import WorkerError
+from milepost.models.inputs import LayerTaps
 from milepost.models.loading import LoadedModel
 from milepost.runner.batch import Batch, PageTable, build_batch, replay_index
 from milepost.runner.draft_sampling import DraftSampler, verify_drawn
-from milepost.runner.drafting import DraftLane, MtpRunner, ProcessedRows
+from milepost.runner.drafters import DraftLane, DraftRunner, ProcessedRows, draft_runner
 from milepost.runner.expansion import with_expansion
 from milepost.runner.pools import PoolSet
 from milepost.runner.sampler import SamplingRow, TokenHistory, sample, score
@@ -86,10 +87,7 @@ class TorchWorker:
         self._clock = clock
         self.pools = PoolSet(model.layout, geometry, cache_bytes)
         self._requests: dict[int, _RequestState] = {}
-        self._drafter: MtpRunner | None = None
-        group = model.layout.draft_group
-        if model.drafts is not None and group is not None:
-            self._drafter = MtpRunner(model.drafts, group, self.pools.fields, geometry.match_unit)
+        self._drafter = draft_runner(model, self.pools.fields, geometry.match_unit)
 
     @property
     def vocab_size(self) -> int:
@@ -132,8 +130,11 @@ class TorchWorker:
                     raise
                 raise WorkerError(f"step {plan.step_id} failed: {error}") from error
 
-    def hidden_states(self, plan: StepPlan) -> tuple[Batch, torch.Tensor]:
+    def hidden_states(self, plan: StepPlan, taps: LayerTaps | None = None) -> tuple[Batch, torch.Tensor]:
         """Runs the decoder over the rows of a plan; pages and copies must be applied.
+
+        Args:
+            taps: keeps the outputs of the layers it names.
 
         Returns:
             the batch and hidden states [N, D] of all rows, before the final norm.
@@ -149,7 +150,7 @@ class TorchWorker:
         if self._model.expands_latents:
             prompt_ends = [self._request(chunk.request_id).num_prompt_tokens for chunk in plan.chunks]
             batch = with_expansion(batch, prompt_ends, self._model.kernels.exactness)
-        return batch, self._model.decoder.forward(batch.inputs, self.pools.fields)
+        return batch, self._model.decoder.forward(batch.inputs, self.pools.fields, taps)
 
     def close(self) -> None:
         """Gives the cache memory back; no call may follow."""
@@ -213,7 +214,9 @@ class TorchWorker:
         begun = self._clock()
         asked, plan = plan, self._with_own_drafts(plan)
         draft_seconds = self._clock() - begun if plan is not asked else 0.0
-        batch, hidden = self.hidden_states(plan)
+        layers = () if self._drafter is None else self._drafter.tap_layers
+        taps = LayerTaps(layers) if layers else None
+        batch, hidden = self.hidden_states(plan, taps)
         results: dict[int, ChunkResult] = {
             number: ChunkResult(chunk.request_id, chunk.end, [], [])
             for number, chunk in enumerate(plan.chunks)
@@ -225,7 +228,8 @@ class TorchWorker:
         failed += self._add_scores(plan, hidden, results)
         self._settle_drafts(plan, batch, results)
         if self._drafter is not None:
-            self._follow(self._drafter, plan, batch, hidden, results)
+            read = hidden if taps is None else taps.rows
+            self._record(self._drafter, plan, batch, read, results)
         error = None
         if failed:
             names = ", ".join(str(plan.chunks[number].request_id) for number in failed)
@@ -359,13 +363,13 @@ class TorchWorker:
         """Number of a chunk -> drafts, for all that ask for some.
 
         Raises:
-            WorkerError: the model has no draft modules, or a chunk does not start at its newest token.
+            WorkerError: the model has no drafter, or a chunk does not start at its newest token.
         """
         numbers = [number for number, chunk in enumerate(plan.chunks) if chunk.num_own_drafts]
         if not numbers:
             return {}
         if self._drafter is None:
-            raise WorkerError("the plan asks for drafts, but the model was loaded without draft modules")
+            raise WorkerError("the plan asks for drafts, but the model was loaded without a drafter")
         lanes = []
         for number in numbers:
             chunk = plan.chunks[number]
@@ -391,15 +395,15 @@ class TorchWorker:
             )
         return dict(zip(numbers, self._drafter.propose(lanes), strict=True))
 
-    def _follow(
+    def _record(
         self,
-        drafter: MtpRunner,
+        drafter: DraftRunner,
         plan: StepPlan,
         batch: Batch,
-        hidden: torch.Tensor,
+        read: torch.Tensor,
         results: dict[int, ChunkResult],
     ) -> None:
-        """Brings draft entries to the position of the states and pages of every request."""
+        """Brings what the drafter keeps to the position of the states and pages of every request."""
         parts = []
         for number, result in results.items():
             chunk, state = plan.chunks[number], self._request(result.request_id)
@@ -409,7 +413,7 @@ class TorchWorker:
             parts.append(ProcessedRows(chunk.start, result.end, first_row, tokens, state.page_tables[-1]))
             state.drafted_position = result.end
         if parts:
-            drafter.follow(parts, hidden)
+            drafter.record(parts, read)
 
     def _check_drafted(self, chunk: ChunkPlan, state: _RequestState) -> None:
         """Draft entries stand where the chunk starts, as the decoder's do."""
