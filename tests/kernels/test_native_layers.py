@@ -179,6 +179,17 @@ def test_results_of_one_name_share_memory_and_grow() -> None:
         assert ops.linear(small, unnamed).data_ptr() != kept.data_ptr()
 
 
+def test_parts_of_unnamed_results_are_those_of_the_call() -> None:
+    with using(ISAS[-1]) as ops:
+        one, other = (ops.pack_linear(randn(6, 4, seed=seed), parts=(2, 4)) for seed in (1, 2))
+        x = randn(3, 4, seed=3)
+        kept = ops.linear_parts(x, one)
+        copies = [part.clone() for part in kept]
+        different = ops.linear_parts(x, other)
+        assert all(same_bits(part, copy) for part, copy in zip(kept, copies, strict=True))
+        assert not same_bits(different[0], kept[0])
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_callers_in_several_threads_do_not_disturb_each_other(threads: int) -> None:
     """Buffers, scratch memory and the pool are per caller, or taken by one at a time."""

@@ -92,9 +92,11 @@ class Workspace:
         """The result buffer of a weight, and its parts."""
         key = (weight.name, num_rows, weight.out_features, weight.dtype)
         whole = self.rows(*key)
-        parts = self._parts.get(key)
+        parts = self._parts.get(key) if weight.name else None
         if parts is None:
-            parts = self._parts[key] = tuple(whole[:, first:end] for first, end in weight.bounds)
+            parts = tuple(whole[:, first:end] for first, end in weight.bounds)
+            if weight.name:
+                self._parts[key] = parts
         return whole, parts
 
     def _buffer(self, name: str, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from milepost.config import SPECULATIVE_FIELD
 from milepost.errors import ConfigError
-from milepost.models import eagle3_config, mtp_config
+from milepost.models import block_config, eagle3_config, mtp_config
 from milepost.models.config_reader import ConfigReader, read_json_object
 from milepost.models.hub import CONFIG_FILE, model_directory
 from milepost.models.layout import AttentionGroupLayout
@@ -88,6 +88,8 @@ class DraftMethod:
 METHODS: Mapping[str, DraftMethod] = {
     mtp_config.METHOD: DraftMethod(mtp_config.read),
     eagle3_config.METHOD: DraftMethod(eagle3_config.read, eagle3_config.recognises),
+    block_config.DFLASH: DraftMethod(block_config.read_dflash, block_config.recognises_dflash),
+    block_config.DSPARK: DraftMethod(block_config.read_dspark, block_config.recognises_dspark),
 }
 """Method, as in `--speculative-config`, -> how it is read."""
 

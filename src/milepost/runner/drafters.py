@@ -8,10 +8,12 @@ from typing import Any, Protocol
 
 import torch
 
+from milepost.models.block_config import RUNNER
 from milepost.models.inputs import CacheFields
 from milepost.models.layout import AttentionGroupLayout
 from milepost.models.loading import LoadedModel
 from milepost.runner.batch import PageTable
+from milepost.runner.block_drafting import BlockRunner
 from milepost.runner.drafting import ChainRunner, DraftLane, ProcessedRows
 
 
@@ -43,7 +45,7 @@ class DraftRunner(Protocol):
 RunnerFactory = Callable[[Any, AttentionGroupLayout, CacheFields, int], DraftRunner]
 """(drafter with weights, its group, fields of the worker's pools, match unit) -> runner."""
 
-RUNNERS: Mapping[str, RunnerFactory] = {"chain": ChainRunner}
+RUNNERS: Mapping[str, RunnerFactory] = {"chain": ChainRunner, RUNNER: BlockRunner}
 """`drafters.DrafterSpec.runner` -> who works with such a drafter."""
 
 
