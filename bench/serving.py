@@ -29,6 +29,7 @@ import argparse
 import asyncio
 import bisect
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -49,6 +50,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.progress import Progress, TaskID
 
 START_SECONDS = 300.0
+# The client keeps what it saw, and must not stop to look for garbage in it.
+COLLECTOR_THRESHOLDS = (50_000, 50, 1000)
 SETTLE_SECONDS = 20.0
 SAMPLE_SECONDS = 1.0
 FIRST_MINUTES_SECONDS = 300.0
@@ -453,6 +456,7 @@ def main() -> int:
     options = parse()
     if not Path("/proc/self/statm").exists():
         raise SystemExit("bench/serving.py reads memory, threads and files from /proc, which is not here")
+    gc.set_threshold(*COLLECTOR_THRESHOLDS)
     calibration = calibration_ms()
     arguments = [
         *([options.model] if options.model else []),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -17,6 +18,8 @@ from contextlib import contextmanager
 import httpx
 import openai
 import pytest
+
+from milepost.cli.serve import YOUNG_OBJECTS, spare_collections
 
 pytest.importorskip("torch")
 
@@ -134,6 +137,20 @@ def test_a_second_signal_ends_it_at_once(kind: signal.Signals) -> None:
             assert process.wait(10) == 128 + kind
             assert time.monotonic() - begun < 2
     assert "Traceback" not in "".join(lines)
+
+
+def test_the_collector_leaves_alone_what_start_up_made() -> None:
+    threshold, frozen_before = gc.get_threshold(), gc.get_freeze_count()
+    kept = [[] for _ in range(10)]  # type: ignore[var-annotated]
+    try:
+        spare_collections()
+        assert gc.get_freeze_count() > frozen_before + len(kept)
+        assert not any(kept is each for each in gc.get_objects())
+        assert gc.get_threshold() == (YOUNG_OBJECTS, *threshold[1:])
+        assert gc.isenabled(), "what requests leave in cycles is still collected"
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*threshold)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
 
@@ -9,6 +10,9 @@ from rich.console import Console
 
 from milepost.cli.fit import settings_line
 from milepost.cli.loading import load
+
+YOUNG_OBJECTS = 20_000
+"""Objects made between two collections; Python's own 700 are a step of a few requests."""
 
 if TYPE_CHECKING:
     from milepost.engine.serving import ServingModel, ServingOptions
@@ -45,6 +49,7 @@ def serve_model(
         return model
 
     def on_listening(address: str) -> None:
+        spare_collections()
         console.print(
             f"listening on [bold]{address}[/bold] (OpenAI API at {address}/v1)",
             highlight=False,
@@ -62,3 +67,11 @@ def serve_model(
 
     with bind(host, port) as listener:
         Server(load_model, listener, on_listening, server_options, on_draining).serve_until_stopped()
+
+
+def spare_collections() -> None:
+    """What start-up made stays: the collector need not look at it again, which would hold up every request
+    for a tenth of a second each time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
