@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from milepost.config import SPECULATIVE_FIELD
 from milepost.errors import ConfigError
 from milepost.models.config_reader import ConfigReader
 from milepost.models.layout import (
@@ -183,6 +184,15 @@ class BlockDrafterSpec:
         from milepost.models.dspark import BlockDrafter
 
         return BlockDrafter(self, target)
+
+
+def no_confidence(who: str) -> ConfigError:
+    """For a threshold without anything it could be held against."""
+    return ConfigError(
+        SPECULATIVE_FIELD,
+        f"confidence_threshold needs a drafter that estimates how likely guesses are accepted, and {who} has "
+        "no confidence_head; leave confidence_threshold out",
+    )
 
 
 def _count_attention(spec: BlockDrafterSpec) -> Counter[Role]:

@@ -98,15 +98,16 @@ def describe(
     num_draft_tokens: int = 0,
     draft_method: str = MTP,
     draft_model: str | Path | None = None,
+    draft_confidence: float = 0.0,
     quantization: str | None = None,
 ) -> ModelDescription:
     """Layers and cache sizes from `config.json` alone, and from that of a drafter with files of its own.
 
     Args:
-        num_draft_tokens, draft_method, draft_model, quantization: see `load_model`.
+        num_draft_tokens, draft_method, draft_model, draft_confidence, quantization: see `load_model`.
     """
     spec = read_spec(path)
-    drafter = read_drafter(spec, num_draft_tokens, draft_method, draft_model)
+    drafter = read_drafter(spec, num_draft_tokens, draft_method, draft_model, draft_confidence)
     return describe_spec(spec, resolve_dtype(spec, dtype), drafter, quantization_of(quantization))
 
 

@@ -8,6 +8,7 @@ config, one with its layers, a runner unless it can use one that exists, and a l
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -95,12 +96,17 @@ METHODS: Mapping[str, DraftMethod] = {
 
 
 def read_drafter(
-    decoder: DecoderSpec, num_draft_tokens: int, method: str = MTP, model: str | Path | None = None
+    decoder: DecoderSpec,
+    num_draft_tokens: int,
+    method: str = MTP,
+    model: str | Path | None = None,
+    confidence: float = 0.0,
 ) -> DrafterSpec | None:
     """What drafts so many tokens for `decoder`; None for 0 tokens.
 
     Args:
         model: directory or hub id of the drafter's checkpoint, for methods that have one.
+        confidence: see `block_config.BlockDrafterSpec.confidence_threshold`.
 
     Raises:
         ConfigError: an unknown method, or a drafter that cannot work for this decoder.
@@ -113,9 +119,15 @@ def read_drafter(
         raise ConfigError(SPECULATIVE_FIELD, f"method {method!r} has no drafter with weights")
     check_model(method, model)
     if model is None:
-        return known.read(decoder, None, None, num_draft_tokens)
-    directory = model_directory(model)
-    return known.read(decoder, draft_config(directory), directory, num_draft_tokens)
+        drafter = known.read(decoder, None, None, num_draft_tokens)
+    else:
+        directory = model_directory(model)
+        drafter = known.read(decoder, draft_config(directory), directory, num_draft_tokens)
+    if confidence <= 0.0:
+        return drafter
+    if not isinstance(drafter, block_config.BlockDrafterSpec) or drafter.has_confidence is False:
+        raise block_config.no_confidence(method if model is None else str(model))
+    return dataclasses.replace(drafter, confidence_threshold=confidence)
 
 
 def check_model(method: str, model: str | Path | None) -> None:

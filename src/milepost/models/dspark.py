@@ -24,11 +24,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from milepost.config import SPECULATIVE_FIELD
 from milepost.errors import ConfigError
 from milepost.kernels.index import AttentionIndex
 from milepost.kernels.rowwise import on_full_vectors
-from milepost.models.block_config import BlockDrafterSpec, MarkovSpec
+from milepost.models.block_config import BlockDrafterSpec, MarkovSpec, no_confidence
 from milepost.models.dflash import BlockBackbone, BlockLane
 from milepost.models.draft_target import DraftTarget
 from milepost.models.inputs import CacheFields
@@ -152,11 +151,7 @@ class BlockDrafter:
         if has_confidence:
             self.confidence = ConfidenceHead(loader.under("confidence_head"), spec)
         if spec.confidence_threshold > 0.0 and self.confidence is None:
-            raise ConfigError(
-                SPECULATIVE_FIELD,
-                "confidence_threshold needs a drafter that estimates how likely guesses are accepted, and "
-                f"{spec.directory.name} has no confidence_head; leave confidence_threshold out",
-            )
+            raise no_confidence(spec.directory.name)
         weights.release()
 
     def store(self, taps: torch.Tensor, index: AttentionIndex, cache: CacheFields) -> None:

@@ -106,6 +106,7 @@ def load_model(
     num_draft_tokens: int = 0,
     draft_method: str = MTP,
     draft_model: str | Path | None = None,
+    draft_confidence: float = 0.0,
     exactness: str = EXACT,
     quantization: str | None = None,
 ) -> LoadedModel:
@@ -121,6 +122,7 @@ def load_model(
         num_draft_tokens: tokens to be drafted by a drafter with weights; 0 = none is loaded.
         draft_method: which, a key of `drafters.METHODS`.
         draft_model: directory or hub id of its checkpoint; None = its tensors are among the decoder's.
+        draft_confidence: see `block_config.BlockDrafterSpec.confidence_threshold`.
         quantization: a name of `models.quantization.QUANTIZATIONS`; None = weights stay as they are.
 
     Raises:
@@ -130,7 +132,7 @@ def load_model(
     path = model_directory(path)
     spec = read_spec(path)
     dtype_name = resolve_dtype(spec, dtype)
-    drafter = read_drafter(spec, num_draft_tokens, draft_method, draft_model)
+    drafter = read_drafter(spec, num_draft_tokens, draft_method, draft_model, draft_confidence)
     coding = quantization_of(quantization)
     weights = WeightReader(path, progress=progress, check_finite=check_finite)
     chosen = kernels or select_kernels(exactness=exactness, coded_weights=coding is not None)

@@ -27,7 +27,7 @@ class WorkerSpec:
         model_path: local model directory.
         dtype: as for `load_model`.
         num_threads: threads torch may use, None = its default.
-        num_draft_tokens, draft_method, draft_model, quantization: as for `load_model`.
+        num_draft_tokens, draft_method, draft_model, draft_confidence, quantization: as for `load_model`.
     """
 
     model_path: str
@@ -38,6 +38,7 @@ class WorkerSpec:
     num_draft_tokens: int = 0
     draft_method: str = "mtp"
     draft_model: str | None = None
+    draft_confidence: float = 0.0
     quantization: str | None = None
 
 
@@ -187,6 +188,7 @@ def _build(spec: WorkerSpec) -> Any:
         num_draft_tokens=spec.num_draft_tokens,
         draft_method=spec.draft_method,
         draft_model=spec.draft_model,
+        draft_confidence=spec.draft_confidence,
         quantization=spec.quantization,
     )
     return TorchWorker(model, model.geometry(spec.match_unit), spec.cache_bytes)
