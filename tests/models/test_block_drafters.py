@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file  # noqa: E402
+from tests.support import speculators_oracle  # noqa: E402
 from tests.support.block_checkpoints import (  # noqa: E402
     BLOCK_ROWS,
     LAYOUTS,
@@ -24,9 +26,12 @@ from tests.support.block_checkpoints import (  # noqa: E402
 )
 from tests.support.block_oracle import BlockOracle  # noqa: E402
 
+from milepost.errors import CheckpointFileError, ConfigError  # noqa: E402
 from milepost.kernels.index import AttentionIndex, RowSpan  # noqa: E402
 from milepost.models import dflash  # noqa: E402
+from milepost.models.description import describe  # noqa: E402
 from milepost.models.dflash import BlockBackbone, BlockLane, Rotary  # noqa: E402
+from milepost.models.dry_run import check_checkpoint  # noqa: E402
 from milepost.models.dspark import BlockDrafter, MarkovHead  # noqa: E402
 from milepost.models.loading import LoadedModel  # noqa: E402
 
@@ -97,6 +102,13 @@ class Case:
         self.following = [3, 100, 64, 8, 9][: self.drafts.spec.num_guesses]
         self.expected, self.confidences = self.oracle.guess_logits(self.taps, self.token, self.following)
 
+    def loaded_from(self, folder: Path) -> Case:
+        """The same, with a drafter from other files."""
+        other = copy.copy(self)
+        other.model = load_pair(self.decoder, folder, self.layout, self.num_drafts)
+        other.drafts = other.model.drafts
+        return other
+
     def read(self) -> Any:
         """The taps as the decoder hands them over."""
         return torch.cat([self.taps[layer] for layer in sorted(TAPS)], dim=-1)
@@ -160,6 +172,46 @@ def test_guesses_are_those_of_another_implementation(shelf: Shelf, name: str) ->
     assert case.difference() <= FP32_BOUND
 
 
+LIBRARY_CASES = {
+    "dflash": ("dflash_speculators", {}),
+    "gated": ("dspark_speculators", {}),
+    "vanilla, fill in": ("dspark_speculators", {"markov_head_type": "vanilla", "sample_from_anchor": False}),
+    "rnn, whole block": (
+        "dspark_speculators",
+        {"markov_head_type": "rnn", "sliding_window_non_causal": True},
+    ),
+}
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", LIBRARY_CASES)
+def test_guesses_are_those_of_the_speculators_library(name: str, tmp_path: Path) -> None:
+    """Its layers, masks and heads; blocks in the middle of a text whose end it must not see."""
+    if not speculators_oracle.is_installed():
+        pytest.skip("needs the speculators library")
+    case = Case(tmp_path, *LIBRARY_CASES[name])
+    config = json.loads((case.drafter / "config.json").read_text())
+    decoder = load_file(case.decoder / "model.safetensors")
+    first = 0 if config.get("sample_from_anchor", False) else 1
+    behind = torch.randn(9, len(TAPS) * case.model.config.hidden_size)
+    logits, confidences = speculators_oracle.guess_logits(
+        config,
+        load_file(case.drafter / "model.safetensors"),
+        torch.cat([torch.cat([case.taps[layer] for layer in TAPS], dim=-1), behind]),
+        [0] * LENGTH + [case.token, *case.following, 0],
+        LENGTH,
+        decoder["model.embed_tokens.weight"],
+        decoder["lm_head.weight"],
+    )
+    computed, mine, _ = case.computed()
+    assert float(logits.abs().max()) > 0.5
+    assert float((computed - logits[first:]).abs().max()) <= FP32_BOUND
+    if confidences is not None:
+        assert mine is not None and float((mine - confidences[first:]).abs().max()) <= FP32_BOUND
+    # And the implementation that the other tests compare with is the same.
+    assert float((case.expected - logits[first:]).abs().max()) <= FP32_BOUND
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_entries_do_not_depend_on_how_a_text_is_cut(shelf: Shelf, name: str) -> None:
     case = shelf.get(name)
@@ -206,25 +258,19 @@ def test_long_contexts_are_read_in_tiles(shelf: Shelf, monkeypatch: pytest.Monke
 
 def test_pairs_may_be_neighbours(shelf: Shelf, tmp_path: Path) -> None:
     """Weights whose heads are reordered from halves to pairs compute the same."""
-    from safetensors.torch import save_file
-
     case = shelf.get("dspark")
-    config = json.loads((case.drafter / "config.json").read_text()) | {"is_neox_style": False}
-    tensors = load_file(case.drafter / "model.safetensors")
-    dim = config["head_dim"]
-    order = torch.arange(dim).view(2, dim // 2).t().flatten()
-    for name, tensor in tensors.items():
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            tensors[name] = tensor.view(-1, dim, tensor.shape[1])[:, order].flatten(0, 1).contiguous()
-        elif name.endswith(("q_norm.weight", "k_norm.weight")):
-            tensors[name] = tensor[order].contiguous()
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file(tensors, tmp_path / "model.safetensors")
-    other = Case.__new__(Case)
-    other.__dict__.update(case.__dict__)
-    other.model = load_pair(case.decoder, tmp_path)
-    other.drafts = other.model.drafts
-    assert other.difference() <= FP32_BOUND
+
+    def reordered(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+        config["is_neox_style"] = False
+        dim = config["head_dim"]
+        order = torch.arange(dim).view(2, dim // 2).t().flatten()
+        for name, tensor in tensors.items():
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                tensors[name] = tensor.view(-1, dim, tensor.shape[1])[:, order].flatten(0, 1).contiguous()
+            elif name.endswith(("q_norm.weight", "k_norm.weight")):
+                tensors[name] = tensor[order].contiguous()
+
+    assert case.loaded_from(rewritten(case, tmp_path, reordered)).difference() <= FP32_BOUND
 
 
 # -- planted faults --------------------------------------------------------------------------------
@@ -334,3 +380,103 @@ def test_faults_in_what_the_token_before_adds_are_seen(
 ) -> None:
     monkeypatch.setattr(MarkovHead, method, fault)
     assert shelf.get(name).difference() > 10 * FP32_BOUND
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, "fewer ids", "taps normed", "latents, whole queries"])
+def test_sizes_are_counted(shelf: Shelf, name: str) -> None:
+    case = shelf.get(name)
+    options: dict[str, Any] = {
+        "num_draft_tokens": case.num_drafts,
+        "draft_method": method_of(case.layout),
+        "draft_model": case.drafter,
+    }
+    without, about = describe(case.decoder), describe(case.decoder, **options)
+    assert about.layout == case.model.layout and about.num_draft_modules == 1
+    spec = case.drafts.spec
+    width = spec.mla.latent_width if spec.mla else 2 * spec.gqa.kv_width if spec.gqa else 0
+    assert about.bytes_per_token - without.bytes_per_token == 4 * width * len(spec.layers)
+    assert about.layout.attention[-1].bytes_per_page == 0, "an entry depends on its own token's taps"
+    report, plain = check_checkpoint(case.decoder, **options), check_checkpoint(case.decoder)
+    assert report.num_values - plain.num_values == about.num_parameters - without.num_parameters
+    assert report.unused_tensors == plain.unused_tensors
+
+
+def rewritten(case: Case, folder: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> Path:
+    """The drafter's files, with changes to its config and tensors."""
+    from safetensors.torch import save_file
+
+    config = json.loads((case.drafter / "config.json").read_text())
+    tensors = load_file(case.drafter / "model.safetensors")
+    change(config, tensors)
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_copies_of_the_decoders_tensors_are_left_alone(
+    shelf: Shelf, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    case = shelf.get("dspark_mla")
+
+    def copies(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+        tensors["embed_tokens.weight"] = torch.full((131, 48), torch.nan)
+        tensors["lm_head.weight"] = torch.full((131, 48), torch.nan)
+
+    assert case.loaded_from(rewritten(case, tmp_path, copies)).difference() <= FP32_BOUND
+    assert "without a use" not in caplog.text
+
+
+def test_names_may_have_a_prefix(shelf: Shelf, tmp_path: Path) -> None:
+    case = shelf.get("dspark")
+
+    def prefixed(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+        for name in list(tensors):
+            tensors[f"model.{name}"] = tensors.pop(name)
+
+    assert case.loaded_from(rewritten(case, tmp_path, prefixed)).difference() <= FP32_BOUND
+
+
+DAMAGED: list[tuple[str, str, Any, str]] = [
+    ("dspark", "fc.weight", ..., "lacks tensor fc.weight"),
+    ("dspark", "hidden_norm.weight", ..., "lacks tensor hidden_norm.weight"),
+    ("dspark", "confidence_head.proj.weight", ..., "lacks tensor confidence_head.proj.weight"),
+    ("dspark", "markov_head.markov_w2.weight", (131, 13), r"has shape \[131, 13\], expected \[131, 12\]"),
+    ("dspark", "layers.1.self_attn.k_norm.weight", ..., "lacks tensor layers.1.self_attn.k_norm.weight"),
+    ("dspark_mla", "layers.0.self_attn.kv_b_proj.weight", (5, 5), "kv_b_proj.weight has shape"),
+    ("dspark_mla", "context_norm.weight", ..., "lacks tensor context_norm.weight"),
+    ("fewer ids", "lm_head.weight", ..., "lacks tensor lm_head.weight"),
+    ("fewer ids", "d2t", ..., "lacks tensor d2t"),
+]
+
+
+@pytest.mark.parametrize(("name", "tensor", "shape", "message"), DAMAGED)
+def test_damaged_files_are_refused_by_name(
+    shelf: Shelf, tmp_path: Path, name: str, tensor: str, shape: Any, message: str
+) -> None:
+    case = shelf.get(name)
+
+    def damage(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+        if shape is ...:
+            del tensors[tensor]
+        else:
+            tensors[tensor] = torch.zeros(shape)
+
+    folder = rewritten(case, tmp_path / "drafter", damage)
+    with pytest.raises(CheckpointFileError, match=message):
+        load_pair(case.decoder, folder, case.layout, case.num_drafts)
+
+
+def test_a_table_that_leads_nowhere_is_refused(shelf: Shelf, tmp_path: Path) -> None:
+    case = shelf.get("fewer ids")
+
+    def damage(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+        tensors["d2t"][3] = 500
+
+    folder = rewritten(case, tmp_path / "drafter", damage)
+    with pytest.raises(ConfigError, match="outside of the vocabulary of 131") as raised:
+        load_pair(case.decoder, folder, case.layout, case.num_drafts)
+    assert raised.value.field == "draft_model.draft_vocab_size"
