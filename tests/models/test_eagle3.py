@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file  # noqa: E402
+from tests.support import speculators_oracle  # noqa: E402
 from tests.support.checkpoints import write_checkpoint  # noqa: E402
 from tests.support.draft_checkpoints import decoder_prefix, text_of  # noqa: E402
 from tests.support.driver import Driver  # noqa: E402
@@ -136,6 +137,26 @@ def test_logits_are_those_of_another_implementation(case: Case, sizes: tuple[int
     assert case.difference(sizes) <= FP32_BOUND
     num_known = case.config.get("draft_vocab_size", case.embedding.shape[0])
     assert (case.expected.isfinite().sum(-1) == num_known).all()
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("before_residual", [True, False])
+def test_rows_are_those_of_the_speculators_library(before_residual: bool, tmp_path: Path) -> None:
+    if not speculators_oracle.is_installed():
+        pytest.skip("needs the speculators library")
+    changes = {"norm_before_residual": before_residual, "norm_output": False}
+    decoder, drafter = write_pair(tmp_path, "qwen3_5", "speculators", **changes)
+    model, tensors = load_pair(decoder, drafter), load_file(drafter / "model.safetensors")
+    generator = torch.Generator().manual_seed(4)
+    tokens = torch.randint(131, (NUM_ROWS,), generator=generator)
+    hidden = torch.randn(NUM_ROWS, HIDDEN, generator=generator)
+    with torch.inference_mode():
+        inputs = StepInputs(tokens, index_of(0, NUM_ROWS), None)
+        ours = model.drafts.run(0, inputs, hidden, fields(model)).handed_on
+        embedded = model.decoder.embed(tokens)
+    config = json.loads((drafter / "config.json").read_text())
+    theirs = speculators_oracle.eagle3_rows(config, tensors, embedded.clone(), hidden)
+    assert float((ours - theirs).abs().max()) <= FP32_BOUND
 
 
 @pytest.mark.oracle

@@ -1,4 +1,4 @@
-"""Block drafters in the torch modules of the speculators library, put together as its backbone does.
+"""Drafters in the torch modules of the speculators library, put together as its models do.
 
 The package pulls in a training stack when it is imported, so its modules are loaded from their files. It is
 installed for this with `pip install --no-deps speculators`.
@@ -6,8 +6,11 @@ installed for this with `pip install --no-deps speculators`.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,6 +34,52 @@ def _module(name: str) -> ModuleType:
         module = sys.modules[own] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     return sys.modules[own]
+
+
+@contextmanager
+def _bare_packages(*names: str) -> Iterator[None]:
+    """Packages that only say where their modules are, while modules are loaded that name each other."""
+    found = importlib.util.find_spec("speculators")
+    assert found is not None and found.origin is not None
+    root, before = Path(found.origin).parent.parent, dict(sys.modules)
+    for name in names:
+        package = ModuleType(name)
+        package.__path__ = [str(root / name.replace(".", "/"))]
+        sys.modules[name] = package
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if name.split(".")[0] == "speculators"]:
+            del sys.modules[name]
+        sys.modules.update(
+            {name: module for name, module in before.items() if name.startswith("speculators")}
+        )
+
+
+def eagle3_rows(
+    config: dict[str, Any], tensors: dict[str, torch.Tensor], embedded: torch.Tensor, hidden: torch.Tensor
+) -> torch.Tensor:
+    """What the library's layer makes of embeddings and hidden states [N, D] of one text, [N, D]."""
+    from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+    layer_config, count = Qwen3Config(**config["transformer_layer_config"]), hidden.shape[0]
+    layer_config._attn_implementation = "eager"
+    with _bare_packages("speculators", "speculators.models", "speculators.models.eagle3"):
+        definitions = importlib.import_module("speculators.models.eagle3.model_definitions")
+    layer = definitions.Qwen3DecoderEagle3FirstLayer(layer_config, 0, config["norm_before_residual"])
+    layer.load_state_dict(_under("layers.0.", tensors))
+    joined, positions = (
+        torch.cat([embedded, hidden], -1).unsqueeze(0),
+        torch.arange(1, count + 1).unsqueeze(0),
+    )
+    mask = torch.full((count, count), -torch.inf).triu(1).view(1, 1, count, count)
+    with torch.no_grad():
+        angles = Qwen3RotaryEmbedding(layer_config)(joined, positions)
+        rows: torch.Tensor = layer(
+            joined, attention_mask=mask, position_ids=positions, position_embeddings=angles
+        )
+    return rows[0]
 
 
 def guess_logits(
