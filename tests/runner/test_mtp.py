@@ -1,5 +1,6 @@
-"""Drafting with modules of the model: answers and records are those without, and what is drafted depends on
-the tokens alone, not on what was cached, cut, preempted or guessed before."""
+"""Drafting with modules of the model, or with an EAGLE-3 drafter from a checkpoint of its own: answers and
+records are those without, and what is drafted depends on the tokens alone, not on what was cached, cut,
+preempted or guessed before."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.conversations import UNIT, Engine, Proposal
 from tests.support.draft_checkpoints import DRAFT_FAMILIES, with_drafts
 from tests.support.driver import Driver, random_tokens
+from tests.support.eagle3_checkpoints import write_pair
 from tests.support.families import Shelf
 
 from milepost.core.plan import SamplingParams
@@ -32,28 +34,43 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class Models:
-    """Checkpoints with draft modules, loaded with and without them."""
+    """Checkpoints with what drafts for them, loaded with and without it.
+
+    A name is that of a family, whose draft modules are in its checkpoint, or LAYOUT:FAMILY for an EAGLE-3
+    drafter in a checkpoint of its own.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._models: dict[str, LoadedModel] = {}
 
     def path(self, name: str, num_modules: int = 1, context: float | None = 0.05) -> Path:
-        """Directory of the checkpoint."""
-        path = self._root / f"{name}-{num_modules}-{context}"
+        """Directory of the decoder's checkpoint."""
+        path = self._root / f"{name.replace(':', '-')}-{num_modules}-{context}"
         if not path.exists():
-            config, tensors = with_drafts(name, num_modules, context=context)
-            write_checkpoint(path, config, tensors=tensors)
-        return path
+            layout, _, family = name.rpartition(":")
+            if layout:
+                write_pair(path, family, layout, context=context)
+            else:
+                config, tensors = with_drafts(name, num_modules, context=context)
+                write_checkpoint(path, config, tensors=tensors)
+        return path / "decoder" if ":" in name else path
+
+    def options(self, name: str, num_drafts: int, path: Path) -> dict[str, Any]:
+        """Of `load_model`, for the checkpoint at `path`."""
+        if ":" not in name or not num_drafts:
+            return {"num_draft_tokens": num_drafts}
+        drafter = str(path.parent / "drafter")
+        return {"num_draft_tokens": num_drafts, "draft_method": "eagle3", "draft_model": drafter}
 
     def get(
         self, name: str, num_modules: int = 1, num_drafts: int = 4, context: float | None = 0.05
     ) -> LoadedModel:
-        """`num_drafts` 0: the same checkpoint, loaded without its modules."""
+        """`num_drafts` 0: the same checkpoint, loaded without what drafts."""
         path = self.path(name, num_modules, context)
         key = f"{path}-{num_drafts}"
         if key not in self._models:
-            self._models[key] = load_model(path, num_draft_tokens=num_drafts)
+            self._models[key] = load_model(path, **self.options(name, num_drafts, path))
         return self._models[key]
 
 
@@ -89,6 +106,15 @@ CASES = [
     *((name, 1, 3, False, 64 << 20) for name in DRAFT_FAMILIES),
     ("qwen3_5", 2, 5, True, 64 << 20),
     ("qwen3_5", 2, 5, False, 900 << 10),
+    ("llama:kimi_linear", 1, 8, False, 64 << 20),
+    ("llama:kimi_linear", 1, 3, True, 64 << 20),
+    ("llama:qwen3_5", 1, 5, False, 900 << 10),
+    ("mla:qwen3_next", 1, 4, False, 64 << 20),
+    ("k3:kimi_k3", 1, 3, True, 64 << 20),
+    *(
+        pytest.param("llama:kimi_linear", 1, num, False, 64 << 20, marks=pytest.mark.slow)
+        for num in (1, 2, 4, 5, 6, 7)
+    ),
     pytest.param("kimi_linear", 2, 5, True, 64 << 20, marks=pytest.mark.slow),
     pytest.param("kimi_k3", 3, 3, False, 64 << 20, marks=pytest.mark.slow),
     pytest.param("qwen3_next", 3, 8, False, 64 << 20, marks=pytest.mark.slow),
@@ -126,7 +152,7 @@ def test_answers_and_records_do_not_depend_on_drafts(
                 assert states == theirs[key][1]
 
 
-@pytest.mark.parametrize("name", ["kimi_linear", "qwen3_5_moe"])
+@pytest.mark.parametrize("name", ["kimi_linear", "qwen3_5_moe", "llama:kimi_linear"])
 def test_a_model_without_its_modules_answers_and_hits_alike(models: Models, plain: Plain, name: str) -> None:
     bare = Engine(models.get(name, num_drafts=0))
     bare.converse()
@@ -237,7 +263,13 @@ def differs(some: Sequence[Proposal], others: Sequence[Proposal]) -> bool:
     return False
 
 
-SLOW_CASES = [("kimi_k3", 2), ("qwen3_next", 1), ("qwen3_5_moe", 1)]
+SLOW_CASES = [
+    ("kimi_k3", 2),
+    ("qwen3_next", 1),
+    ("qwen3_5_moe", 1),
+    ("speculators:qwen3_5", 1),
+    ("k3:kimi_k3", 1),
+]
 
 
 @pytest.mark.parametrize(
@@ -245,6 +277,8 @@ SLOW_CASES = [("kimi_k3", 2), ("qwen3_next", 1), ("qwen3_5_moe", 1)]
     [
         ("kimi_linear", 1),
         ("qwen3_5", 2),
+        ("llama:kimi_linear", 1),
+        ("mla:qwen3_next", 1),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES),
     ],
 )
@@ -266,7 +300,7 @@ def test_a_resumed_request_drafts_what_it_would_have_drafted(
     assert_same_proposals(preempted.proposed, cold.proposed, 250)
 
 
-@pytest.mark.parametrize("name", ["kimi_linear", "qwen3_5"])
+@pytest.mark.parametrize("name", ["kimi_linear", "qwen3_5", "speculators:kimi_linear", "mla:qwen3_5"])
 def test_the_first_draft_behind_a_hit_at_every_boundary(models: Models, name: str) -> None:
     model = models.get(name, 2, 4, context=None)
     prompt = random_tokens(100, 131, seed=8)
@@ -296,9 +330,9 @@ def test_the_first_draft_behind_a_hit_at_every_boundary(models: Models, name: st
 # -- against the definition ------------------------------------------------------------------------
 
 
-def decoder_states(model: LoadedModel, tokens: Sequence[int]) -> torch.Tensor:
-    """Hidden states of all positions, from one pass of a model without modules."""
-    return Driver(model, match_unit=UNIT, cache_bytes=8 << 20).decoder_states(tokens)
+def decoder_states(model: LoadedModel, tokens: Sequence[int], layers: Sequence[int]) -> torch.Tensor:
+    """Hidden states of all positions, or outputs of layers, from one pass of a model without a drafter."""
+    return Driver(model, match_unit=UNIT, cache_bytes=8 << 20).decoder_states(tokens, layers)
 
 
 def expected_drafts(
@@ -307,7 +341,7 @@ def expected_drafts(
     """Drafts behind `tokens`, every one of them from whole passes over all positions.
 
     Args:
-        states: of the decoder at all positions but the last one.
+        states: what the drafter reads of the decoder at all positions but the last one.
     """
     drafts = model.drafts
     assert drafts is not None
@@ -346,6 +380,10 @@ def expected_drafts(
         ("qwen3_next", 2, 2),
         ("qwen3_5", 2, 5),
         ("qwen3_5_moe", 3, 7),
+        ("llama:kimi_linear", 1, 8),
+        ("speculators:qwen3_5", 1, 3),
+        ("mla:qwen3_next", 1, 5),
+        ("k3:kimi_k3", 1, 4),
     ],
 )
 def test_drafts_are_those_of_whole_passes(
@@ -369,7 +407,7 @@ def test_drafts_are_those_of_whole_passes(
         for made in engine.proposed[-1:0:-3]:
             start = made.tokens[:1]
             if start not in states or states[start].shape[0] < len(made.tokens) - 1:
-                states[start] = decoder_states(bare, made.tokens)
+                states[start] = decoder_states(bare, made.tokens, model.drafts.tap_layers)
             expected = expected_drafts(model, states[start][: len(made.tokens) - 1], made.tokens, num_drafts)
             assert list(made.drafts) == expected[: len(made.drafts)]
             num_checked += len(made.drafts)
@@ -450,10 +488,10 @@ FAULTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def healthy(models: Models) -> tuple[Engine, Engine]:
+@pytest.fixture(scope="module", params=[("qwen3_5", 2), ("llama:kimi_linear", 1)], ids=str)
+def healthy(models: Models, request: Any) -> tuple[Engine, Engine]:
     """Without a cache, and with one."""
-    model = models.get("qwen3_5", 2, 3, context=0.2)
+    model = models.get(*request.param, 3, context=0.2)
     cold = Engine(model, num_drafts=3, is_caching=False, step_tokens=2048)
     cold.converse()
     warm = Engine(model, num_drafts=3, step_tokens=50)
@@ -480,13 +518,15 @@ def test_planted_faults_are_seen_and_change_no_answer(
 
 
 @pytest.mark.slow
-def test_a_worker_in_another_process_drafts_alike(models: Models) -> None:
+@pytest.mark.parametrize(("name", "num_modules"), [("qwen3_5", 2), ("llama:kimi_linear", 1)])
+def test_a_worker_in_another_process_drafts_alike(models: Models, name: str, num_modules: int) -> None:
     """Plans that ask for drafts, and results that bring them, over the wire."""
-    model = models.get("qwen3_5", 2, 3)
+    model = models.get(name, num_modules, 3)
     here = Engine(model, num_drafts=3)
     there = Engine(model, num_drafts=3)
     there.worker.close()
-    spec = WorkerSpec(str(models.path("qwen3_5", 2)), None, UNIT, there.cache_bytes, 1, num_draft_tokens=3)
+    path = models.path(name, num_modules)
+    spec = WorkerSpec(str(path), None, UNIT, there.cache_bytes, 1, **models.options(name, 3, path))
     remote = ProcessWorker(spec)
     try:
         there.worker.execute = remote.execute  # type: ignore[method-assign]
