@@ -1,4 +1,4 @@
-"""Method mtp of `--speculative-config`, served: answers, sizes, stores, the command line."""
+"""Methods mtp and eagle3 of `--speculative-config`, served: answers, sizes, stores, the command line."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.engine.tiny_tokenizer import write_model_directory  # noqa: E402
 from tests.support.checkpoints import write_checkpoint  # noqa: E402
 from tests.support.draft_checkpoints import with_drafts  # noqa: E402
 from tests.support.driver import random_tokens  # noqa: E402
+from tests.support.eagle3_checkpoints import write_pair  # noqa: E402
 
 from milepost.cli import main  # noqa: E402
 from milepost.cli.loading import load as load_and_say  # noqa: E402
@@ -45,16 +47,46 @@ VOCAB_SIZE = 768
 MTP = SpeculativeConfig("mtp", 3)
 
 
-@pytest.fixture(scope="module", params=["kimi_linear", "qwen3_next"])
-def directory(request: Any, tmp_path_factory: Any) -> Path:
-    """A checkpoint with two modules that are mostly right, and a tokenizer."""
-    path: Path = tmp_path_factory.mktemp("model")
-    if request.param in TOKENS:
-        write_directory(path, request.param)
+@dataclass(frozen=True)
+class Checkpoint:
+    """Directories of a decoder and, if it does not bring what drafts, of its drafter."""
+
+    path: Path
+    drafter: Path | None = None
+
+    def speculative(self, num_drafts: int = 3) -> SpeculativeConfig:
+        if self.drafter is None:
+            return SpeculativeConfig("mtp", num_drafts)
+        return SpeculativeConfig("eagle3", num_drafts, model=str(self.drafter))
+
+    def options(self, num_drafts: int) -> dict[str, Any]:
+        """Of `describe` and `load_model`."""
+        return ServingOptions(speculative=self.speculative(num_drafts)).draft_options if num_drafts else {}
+
+
+CHANGES = {"vocab_size": VOCAB_SIZE, "eos_token_id": None}
+
+
+@pytest.fixture(scope="module", params=["kimi_linear", "qwen3_next", "eagle3"])
+def checkpoint(request: Any, tmp_path_factory: Any) -> Checkpoint:
+    """A decoder with two modules that are mostly right, or with such a drafter, and a tokenizer."""
+    root: Path = tmp_path_factory.mktemp("model")
+    path = root / "decoder"
+    path.mkdir()
+    family = "kimi_linear" if request.param == "eagle3" else request.param
+    if family in TOKENS:
+        write_directory(path, family)
     else:
         write_model_directory(path)
-    config, tensors = with_drafts(request.param, 2, context=0.02, vocab_size=VOCAB_SIZE, eos_token_id=None)
-    return write_checkpoint(path, config, tensors=tensors)
+    if request.param == "eagle3":
+        return Checkpoint(*write_pair(root, family, "llama", context=0.02, target=CHANGES))
+    config, tensors = with_drafts(family, 2, context=0.02, **CHANGES)
+    return Checkpoint(write_checkpoint(path, config, tensors=tensors))
+
+
+@pytest.fixture(scope="module")
+def directory(checkpoint: Checkpoint) -> Path:
+    return checkpoint.path
 
 
 def started(directory: Path, speculative: SpeculativeConfig | None) -> ServingModel:
@@ -72,8 +104,8 @@ SAMPLINGS = {
 }
 
 
-def test_answers_are_those_without_drafts(directory: Path) -> None:
-    plain, drafting = started(directory, None), started(directory, MTP)
+def test_answers_are_those_without_drafts(checkpoint: Checkpoint) -> None:
+    plain, drafting = started(checkpoint.path, None), started(checkpoint.path, checkpoint.speculative())
     try:
         for name in (*SAMPLINGS, *SAMPLINGS):  # the second time on a hit
             answers = []
@@ -97,14 +129,15 @@ def test_answers_are_those_without_drafts(directory: Path) -> None:
         drafting.close()
 
 
-def test_sizes_are_said_and_planned(directory: Path) -> None:
+def test_sizes_are_said_and_planned(checkpoint: Checkpoint) -> None:
+    directory, num_modules = checkpoint.path, 2 if checkpoint.drafter is None else 1
     without, options = (
         ServingOptions(cache_bytes=32 << 20),
-        ServingOptions(cache_bytes=32 << 20, speculative=MTP),
+        ServingOptions(cache_bytes=32 << 20, speculative=checkpoint.speculative()),
     )
-    about = describe(directory, num_draft_tokens=options.num_model_drafts)
+    about = describe(directory, **checkpoint.options(3))
     plain = describe(directory)
-    assert about.num_draft_modules == 2
+    assert about.num_draft_modules == num_modules
     assert (
         planned_memory(directory, about, options).weights > planned_memory(directory, plain, without).weights
     )
@@ -112,10 +145,9 @@ def test_sizes_are_said_and_planned(directory: Path) -> None:
     model = load_and_say(directory, options, Console(file=out, width=300))
     try:
         group = model.geometry.attention[-1]
-        assert group.bytes_per_page == 2 * 4 * about.hidden_size
-        expected = (
-            f"drafter: 2 modules; {group.bytes_per_token:,} bytes per token, {group.bytes_per_page:,} per"
-        )
+        assert group.bytes_per_page == num_modules * 4 * about.hidden_size
+        name = "2 modules" if checkpoint.drafter is None else "eagle3 from drafter"
+        expected = f"drafter: {name}; {group.bytes_per_token:,} bytes per token, {group.bytes_per_page:,} per"
         assert expected in out.getvalue()
         assert f"{about.num_parameters:,} parameters" in out.getvalue()
     finally:
@@ -123,17 +155,20 @@ def test_sizes_are_said_and_planned(directory: Path) -> None:
 
 
 def test_the_command_line_says_what_a_drafter_takes(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    config = '{"method": "mtp", "num_speculative_tokens": 1}'
-    flags = ["--cache-bytes", "32MiB", "--check-weights", "--speculative-config", config]
-    monkeypatch.setattr(sys, "argv", ["milepost", "info", str(directory), *flags])
+    keys: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 1}
+    if checkpoint.drafter is not None:  # the method is found out
+        keys = {"model": str(checkpoint.drafter), "num_speculative_tokens": 1}
+    flags = ["--cache-bytes", "32MiB", "--check-weights", "--speculative-config", json.dumps(keys)]
+    monkeypatch.setattr(sys, "argv", ["milepost", "info", str(checkpoint.path), *flags])
     with pytest.raises(SystemExit) as ended:
         main()
     out = capsys.readouterr().out
     assert not ended.value.code
-    assert "drafter" in out and "1 module;" in out and "tensors as expected" in out
+    name = "1 module;" if checkpoint.drafter is None else "eagle3 from drafter;"
+    assert "drafter" in out and name in out and "tensors as expected" in out
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -159,6 +194,40 @@ def test_the_option_is_read() -> None:
     assert SpeculativeConfig("ngram", 3, 1, 2).num_model_tokens == 0
 
 
+def test_drafters_are_named_by_their_directory(tmp_path: Path) -> None:
+    _, drafter = write_pair(tmp_path, "kimi_linear", "llama")
+    for method in ("", "eagle3"):
+        text = json.dumps({"method": method, "model": str(drafter), "num_speculative_tokens": 3})
+        config = SpeculativeConfig.parse(text)
+        assert config == SpeculativeConfig("eagle3", 3, model=str(drafter))
+        assert config.num_model_tokens == 3 and config.planner().drafter is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"method": "eagle3"}, "needs a checkpoint of its own; name its directory or hub id as 'model'"),
+        ({"method": "mtp", "model": "x"}, "method 'mtp' has no checkpoint of its own"),
+        ({"method": "ngram", "model": "x"}, "method 'ngram' has no checkpoint of its own"),
+        ({"method": "eagle"}, "method 'eagle' is not supported; use one of: ngram, mtp, eagle3"),
+        ({}, "method '' is not supported"),
+        ({"model": str(EMBEDDED_MODEL)}, "names no drafter that is known; say its method"),
+    ],
+)
+def test_methods_and_models_that_do_not_go_together(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        SpeculativeConfig.parse(json.dumps({"num_speculative_tokens": 2, **keys}))
+    assert raised.value.field == "speculative_config"
+
+
+def test_another_models_drafter_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    _, drafter = write_pair(tmp_path, "kimi_linear", "llama")
+    speculative = SpeculativeConfig("eagle3", 3, model=str(drafter))
+    with pytest.raises(ConfigError, match="use the drafter that was made for this model") as raised:
+        load_serving_model(EMBEDDED_MODEL, ServingOptions(cache_bytes=32 << 20, speculative=speculative))
+    assert raised.value.field == "draft_model.vocab_size"
+
+
 # -- stores ----------------------------------------------------------------------------------------
 
 
@@ -170,10 +239,11 @@ def accepted(served: Any) -> Counter[int]:
 
 @pytest.mark.parametrize("num_tokens", [UNIT + 1, 200])
 def test_a_restored_request_drafts_as_if_it_had_never_left(
-    directory: Path, tmp_path: Path, num_tokens: int
+    checkpoint: Checkpoint, tmp_path: Path, num_tokens: int
 ) -> None:
     """Segments carry entries and taps: acceptance per position is that of a cold run."""
-    model, tokenizer = load_model(directory, num_draft_tokens=4), Tokenizer.from_directory(EMBEDDED_MODEL)
+    model = load_model(checkpoint.path, **checkpoint.options(4))
+    tokenizer = Tokenizer.from_directory(EMBEDDED_MODEL)
     prompt = random_tokens(num_tokens, VOCAB_SIZE, seed=num_tokens)
     with replica(model, tokenizer, file_store(tmp_path)) as first:
         first.scheduler.drafts = DraftPlanner(None, 4)
@@ -192,19 +262,16 @@ def test_a_restored_request_drafts_as_if_it_had_never_left(
     assert by_position[0] > 3
 
 
-def test_what_was_stored_without_a_drafter_belongs_to_somebody_else(directory: Path) -> None:
+def test_what_was_stored_without_a_drafter_belongs_to_somebody_else(checkpoint: Checkpoint) -> None:
     """A segment has the pages of all groups or is foreign: it is never half there."""
-    prints = {
-        fingerprint(
-            directory,
-            describe(directory, num_draft_tokens=num_drafts).layout,
-            dtype="float32",
-            numerics="n",
-            exactness="exact",
-        )
-        for num_drafts in (0, 1, 2, 3)
-    }
-    assert len(prints) == 3  # none, one module, two modules
+    directory, prints = checkpoint.path, set()
+    for num_drafts in (0, 1, 2, 3):
+        about = describe(directory, **checkpoint.options(num_drafts))
+        drafter = None if about.drafter is None else about.drafter.directory
+        rest = {"dtype": "float32", "numerics": "n", "exactness": "exact", "drafter": drafter}
+        prints.add(fingerprint(directory, about.layout, **rest))
+    # None, one module, two modules; or none, a drafter, however many tokens it guesses.
+    assert len(prints) == (3 if checkpoint.drafter is None else 2)
 
 
 def test_other_methods_leave_the_identity_alone(directory: Path) -> None:

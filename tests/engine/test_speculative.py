@@ -89,7 +89,7 @@ def test_the_option_of_vllm_is_read() -> None:
     [
         ("{", "Write it like"),
         ('{"method": "ngram"}', "num_speculative_tokens"),
-        (config_text(method="eagle3"), "'eagle3' is not supported; use one of: ngram, mtp"),
+        (config_text(method="medusa"), "'medusa' is not supported; use one of: ngram, mtp"),
         (config_text(method=""), "is not supported"),
         (config_text(num_speculative_tokens=0), "num_speculative_tokens must be 1 to 32, not 0"),
         (config_text(num_speculative_tokens=33), "not 33"),
