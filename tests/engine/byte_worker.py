@@ -10,6 +10,7 @@ Executing a chunk checks that the state and the pages agree, so a wrong reuse fa
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import random
@@ -18,17 +19,19 @@ import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from milepost.core.geometry import AttentionGroupSpec, CacheGeometry, RecurrentGroupSpec
 from milepost.core.plan import (
     ZERO_STATE,
+    ChunkDrafts,
     ChunkPlan,
     ChunkResult,
     SampledToken,
     SamplingParams,
     ScoredToken,
+    StepDrafts,
     StepPlan,
     StepResult,
 )
@@ -60,6 +63,9 @@ class ByteWorker:
         num_computed: prompt and output rows over all steps.
         poisoned: slots with a state that is silently wrong; what is computed from one is wrong too.
         taint: what is added to one score of a wrong state; None = all of them are others.
+        drafter: makes the drafts that a plan asks for, from all tokens so far and their number.
+        draft_log: drafts that were verified, and how many of them were accepted.
+        num_drafted_first: plans whose drafts were made before they were executed.
         chunk_log: request ids of every step with chunks.
         scripts: text in a prompt -> the answer to it, control tokens as tokens; the last one given counts.
         gate: cleared = steps wait, so that a test can act in the middle of a request.
@@ -82,6 +88,9 @@ class ByteWorker:
         self.scripts: dict[str, str] = {}
         self.taint: float | None = None
         self.chunk_log: list[list[int]] = []
+        self.drafter: Callable[[Sequence[int], int], Sequence[int]] | None = None
+        self.draft_log: list[tuple[list[int], int]] = []
+        self.num_drafted_first = 0
         self.live: dict[int, _Live] = {}
         self._pages: dict[int, dict[int, int]] = {}
         self._slots: dict[int, array[int]] = {}
@@ -115,6 +124,21 @@ class ByteWorker:
         results = [self._run(chunk, state) for chunk, state in zip(plan.chunks, initial, strict=True)]
         return StepResult(plan.step_id, results)
 
+    def draft(self, plan: StepPlan) -> StepDrafts:
+        self.num_drafted_first += 1
+        made = [
+            ChunkDrafts(chunk.request_id, self._drafted(chunk, self._initial(chunk)).tobytes())
+            for chunk in plan.chunks
+            if chunk.num_own_drafts
+        ]
+        return StepDrafts(plan.step_id, made, 0.0)
+
+    def _drafted(self, chunk: ChunkPlan, before: array[int]) -> array[int]:
+        assert self.drafter is not None
+        drafts = array("I", self.drafter(before + array("I", chunk.tokens), chunk.num_own_drafts))
+        stops = self.live[chunk.request_id].sampling.stop_token_ids
+        return drafts[: next((at for at, token in enumerate(drafts) if token in stops), len(drafts))]
+
     def close(self) -> None:
         self.closed = True
 
@@ -126,36 +150,60 @@ class ByteWorker:
 
     def _run(self, chunk: ChunkPlan, before: array[int]) -> ChunkResult:
         live = self.live[chunk.request_id]
+        own = chunk.num_own_drafts > 0
+        if own:
+            chunk = dataclasses.replace(chunk)
+            chunk.set_drafts(self._drafted(chunk, before).tobytes())
         for group, unit, page in chunk.replaced_pages:
             assert group == 0
             live.table[unit] = page
         live.table.extend(chunk.new_pages[0])
         after = before + array("I", chunk.tokens)
         assert len(after) == chunk.end
-        for position in range(chunk.start, chunk.end):
+        sampled = self._sampled(chunk, live, after)
+        after = after + array("I", chunk.draft_tokens)[: max(0, len(sampled) - 1)]
+        end = len(after)
+        for position in range(chunk.start, end):
             page = self._pages.setdefault(live.table[position // self.match_unit], {})
             page[position % self.match_unit] = after[position]
         seen = [
             self._pages[live.table[position // self.match_unit]][position % self.match_unit]
-            for position in range(chunk.end)
+            for position in range(end)
         ]
         assert seen == after.tolist(), "pages and state disagree"
+        exported = [export.position for export in chunk.exports if export.position <= end]
         for export in chunk.exports:
-            self._write(export.slots[0], after[: export.position], live)
+            if export.position <= end:
+                self._write(export.slots[0], after[: export.position], live)
         self._write(chunk.running_slots[0], after, live)
-        self.num_computed += chunk.end - chunk.start
-        sampled = []
-        if chunk.num_samples:
-            sampled.append(self._sample(live, after, chunk.output_position, chunk.allowed_tokens))
+        self.num_computed += end - chunk.start
         logits = b""
         if chunk.captures_logits:
             logits = array("f", self._scores(after, live)).tobytes()
-        exported = [export.position for export in chunk.exports]
         scores = [
             self._scored(after[: chunk.start + chunk.scored_offset + row + 1], token_id, chunk, live)
             for row, token_id in enumerate(array("I", chunk.scored_tokens))
         ]
-        return ChunkResult(chunk.request_id, chunk.end, exported, sampled, logits, scores)
+        drafts = chunk.draft_tokens if own else b""
+        return ChunkResult(chunk.request_id, end, exported, sampled, logits, scores, drafts)
+
+    def _sampled(self, chunk: ChunkPlan, live: _Live, tokens: array[int]) -> list[SampledToken]:
+        """Behind the last token, and behind each draft that was accepted."""
+        if not chunk.num_samples:
+            return []
+        drafts = array("I", chunk.draft_tokens)
+        width = len(chunk.allowed_tokens) // (1 + len(drafts))
+        assert width * (1 + len(drafts)) == len(chunk.allowed_tokens)
+        sampled: list[SampledToken] = []
+        for place in range(1 + len(drafts)):
+            row = chunk.allowed_tokens[place * width : (place + 1) * width]
+            before = tokens + drafts[:place]
+            sampled.append(self._sample(live, before, chunk.output_position + place, row))
+            if place == len(drafts) or drafts[place] != sampled[-1].token_id:
+                break
+        if drafts:
+            self.draft_log.append((drafts.tolist(), len(sampled) - 1))
+        return sampled
 
     def _scored(self, before: array[int], token_id: int, chunk: ChunkPlan, live: _Live) -> ScoredToken:
         raw = self._scores(before, live)

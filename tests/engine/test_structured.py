@@ -6,6 +6,7 @@ import builtins
 import json
 import re
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -287,14 +288,11 @@ class Stuck:
     is_complete = False
     failure: str | None = None
 
-    def allowed_tokens(self, output_position: int) -> bytes:
+    def allowed_rows(self, output_position: int, drafts: Sequence[int]) -> tuple[list[bytes], bool]:
         self.failure = "stuck" if output_position == 2 else None
-        return b""
+        return [b""], False
 
     def accept(self, token_ids: Any) -> None:
-        pass
-
-    def rollback(self, num_tokens: int) -> None:
         pass
 
 

@@ -146,7 +146,7 @@ def positions_of_noise_shifted(patch: pytest.MonkeyPatch) -> None:
 
 def penalties_without_drafts(patch: pytest.MonkeyPatch) -> None:
     """Penalties behind a draft do not see it."""
-    patch.setattr("milepost.runner.verify._history_at", lambda history, drafts: history)
+    patch.setattr("milepost.runner.verify.history_at", lambda history, drafts: history)
 
 
 @pytest.mark.parametrize(

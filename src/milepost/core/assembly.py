@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from milepost.core.hashing import token_bytes
 from milepost.core.lease import Lease, Reservation
-from milepost.core.plan import ChunkPlan, StateExport, WorkerRequest
+from milepost.core.plan import GREEDY, ChunkPlan, StateExport, WorkerRequest
 from milepost.core.request import Request
 
 
@@ -17,10 +17,12 @@ class Drafts:
     Attributes:
         tokens: uint32 LE.
         num_own: tokens the worker drafts itself, instead.
+        sampling: how it does that.
     """
 
     tokens: bytes = b""
     num_own: int = 0
+    sampling: str = GREEDY
 
 
 NO_DRAFTS = Drafts()
@@ -50,6 +52,7 @@ def build_chunk(
         request.captures_logits and end == request.num_prompt_tokens,
         draft_tokens=drafts.tokens,
         num_own_drafts=drafts.num_own,
+        draft_sampling=drafts.sampling,
         scored_offset=scored_start - start,
         scored_tokens=token_bytes(request.tokens[scored_start + 1 : scored_end + 1]),
         num_score_logprobs=request.prompt_logprobs or 0,

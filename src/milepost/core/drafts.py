@@ -9,6 +9,7 @@ could end.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 from milepost.core import reasons
 from milepost.core.assembly import NO_DRAFTS, Drafts
@@ -17,11 +18,12 @@ from milepost.core.hashing import token_bytes
 from milepost.core.lease import Lease, Reservation
 from milepost.core.metrics import CacheCounters
 from milepost.core.outcome import verified_drafts
-from milepost.core.plan import TOKEN_BYTES, ChunkPlan, ChunkResult, StepPlan
+from milepost.core.plan import GREEDY, TOKEN_BYTES, ChunkPlan, ChunkResult, StepPlan, StepResult
 from milepost.core.ports import Drafter
 from milepost.core.prefix_cache import PrefixCache
-from milepost.core.request import DraftRecord, Request
+from milepost.core.request import Request
 from milepost.core.speculation import DraftLengths, FixedLength
+from milepost.core.step_cost import StepShape
 from milepost.core.units import ceil_div, ceil_to, floor_div
 
 
@@ -32,6 +34,7 @@ class DraftPlanner:
         drafter: who makes them; None = the worker, from hidden states that only it has.
         num_draft_tokens: most drafts per request and step.
         lengths: how many of them are worth it; all of them by default.
+        draft_sampling: of drafts that the worker makes, see `ChunkPlan`.
     """
 
     def __init__(
@@ -39,24 +42,39 @@ class DraftPlanner:
         drafter: Drafter | None,
         num_draft_tokens: int,
         lengths: DraftLengths | FixedLength | None = None,
+        draft_sampling: str = GREEDY,
     ) -> None:
         self.drafter = drafter
         self.num_draft_tokens = num_draft_tokens
         self.lengths = lengths if lengths is not None else FixedLength()
+        self.draft_sampling = draft_sampling
         self._spare_rows = 0
-        self._num_decoding = 0
+        self._asked: list[int] = []
         self._now = 0.0
 
-    def begin_step(self, budget_rows: int, num_decoding: int, now: float) -> None:
+    def begin_step(self, budget_rows: int, decoding: Sequence[Request], now: float) -> None:
         """Drafts may take half of the rows that the decoding requests leave.
 
         Args:
             budget_rows: rows of the step.
-            num_decoding: requests that decode in it.
+            decoding: requests that decode in it.
         """
-        self._spare_rows = floor_div(max(0, budget_rows - num_decoding), 2)
-        self._num_decoding = num_decoding
+        self._spare_rows = floor_div(max(0, budget_rows - len(decoding)), 2)
+        self._asked = []
         self._now = now
+        records = []
+        for request in decoding:
+            room = self._room(request)
+            if room > 0:
+                if request.drafting is None:
+                    request.drafting = self.lengths.start()
+                records.append((request.drafting, room))
+        if records:
+            self.lengths.begin_step(records, len(decoding))
+
+    def _room(self, request: Request) -> int:
+        """Drafts that a request may have; those behind the last token it may generate are useless."""
+        return min(self.num_draft_tokens, request.max_tokens - request.num_output_tokens - 1)
 
     def plan(self, cache: PrefixCache, request: Request, reservation: Reservation) -> Drafts:
         """Drafts for the next decode chunk of `request`, and the records they need besides.
@@ -67,14 +85,10 @@ class DraftPlanner:
         Args:
             reservation: of the chunk without drafts, confirmed; gets the pages of the drafts as well.
         """
-        room = min(
-            self.num_draft_tokens, self._spare_rows, request.max_tokens - request.num_output_tokens - 1
-        )
-        if room < 1 or not request.uses_drafts:
+        room = min(self._room(request), self._spare_rows)
+        if room < 1 or request.drafting is None:
             return NO_DRAFTS
-        if request.drafting is None:
-            request.drafting = DraftRecord(acceptance=self.lengths.first_acceptance)
-        room = min(room, self.lengths.choose(request.drafting, self.num_draft_tokens, self._num_decoding))
+        room = self.lengths.choose(request.drafting, room)
         tokens = _proposed(self.drafter, request, room) if self.drafter is not None else None
         count = room if tokens is None else len(tokens)
         if count < 1:
@@ -82,7 +96,10 @@ class DraftPlanner:
         end = self._reserve(cache, request, reservation, request.num_tokens + count)
         count = max(0, min(count, end - request.num_tokens))
         self._spare_rows -= count
-        return Drafts(num_own=count) if tokens is None else Drafts(token_bytes(tokens[:count]))
+        if tokens is not None:
+            return Drafts(token_bytes(tokens[:count]))
+        self._asked.append(count)
+        return Drafts(num_own=count, sampling=self.draft_sampling)
 
     def _reserve(self, cache: PrefixCache, request: Request, reservation: Reservation, end: int) -> int:
         """Records for rows up to position `end`; returns up to where they can be had.
@@ -117,10 +134,28 @@ class DraftPlanner:
             lease.exports[boundary] = (slots, reasons.DECODE)
         return end
 
-    def note_step(self, plan: StepPlan, seconds: float) -> None:
-        """A step took so long. Those that only decode tell what a row costs."""
-        if plan.chunks and all(chunk.num_samples and chunk.end == chunk.start + 1 for chunk in plan.chunks):
-            self.lengths.note_step(plan.num_tokens, seconds)
+    def note_step(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        """The step begun last took so long, from planning it to having its tokens.
+
+        Steps that only decode tell what drafts cost.
+        """
+        shape = self._shape(plan, result)
+        if shape is not None:
+            self.lengths.note_step(shape, seconds, result.draft_seconds)
+
+    def _shape(self, plan: StepPlan, result: StepResult) -> StepShape | None:
+        """None if it did something else, or failed in part."""
+        if not plan.chunks or result.error is not None or len(result.chunk_results) != len(plan.chunks):
+            return None
+        num_drafts = num_replays = 0
+        for chunk, done in zip(plan.chunks, result.chunk_results, strict=True):
+            if not chunk.num_samples or chunk.end != chunk.start + 1:
+                return None
+            count = floor_div(len(verified_drafts(chunk, done)), TOKEN_BYTES)
+            num_drafts += count
+            num_replays += done.end < chunk.end + count
+        asked = self._asked
+        return StepShape(len(plan.chunks), num_drafts, num_replays, sum(asked), max(asked, default=0))
 
     def settle(
         self, counters: CacheCounters, request: Request, chunk: ChunkPlan, result: ChunkResult
@@ -128,13 +163,16 @@ class DraftPlanner:
         """Count the drafts of a step that happened."""
         record = request.drafting
         num_drafts = floor_div(len(verified_drafts(chunk, result)), TOKEN_BYTES)
-        if record is None or not num_drafts:
+        if record is None or not num_drafts + chunk.has_unfit_draft:
             return
         num_accepted = result.end - chunk.end
+        if not num_drafts:
+            self.lengths.learn(record, 1, 0)
+            return
         record.num_drafts += 1
         record.num_draft_tokens += num_drafts
         record.num_accepted_tokens += num_accepted
-        self.lengths.learn(record, num_drafts, num_accepted)
+        self.lengths.learn(record, num_drafts + chunk.has_unfit_draft, num_accepted)
         if request.is_counted:
             counters.num_drafts += 1
             counters.num_draft_tokens += num_drafts

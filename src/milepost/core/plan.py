@@ -114,6 +114,7 @@ class ChunkPlan:
         draft_sampling: how the worker drafts, and verifies what it drafted, for a request that samples:
             `GREEDY` = the most likely tokens; `COUPLED` = drawn with the noise their positions are sampled
             with; `PROBABILISTIC` = drawn with noise of their own, and verified by rejection sampling.
+        has_unfit_draft: a further draft was made that cannot be accepted, and is not verified.
         output_position: index of the sampled token among the request's outputs (keys the noise).
         captures_logits: return the raw logits of the last row (audits compare them).
         allowed_tokens: the ids that may be sampled: packed bits, the lowest id in the lowest bit of the
@@ -144,6 +145,7 @@ class ChunkPlan:
     draft_tokens: bytes = b""
     num_own_drafts: int = 0
     draft_sampling: str = GREEDY
+    has_unfit_draft: bool = False
 
     @property
     def num_drafts(self) -> int:

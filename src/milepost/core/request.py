@@ -84,8 +84,12 @@ class DraftRecord:
         num_draft_tokens: drafts that were verified.
         num_accepted_tokens: of these, accepted.
         num_tested_tokens: of these, those whose fate was seen: accepted ones, and the first behind them.
-        acceptance: running estimate of the chance that a draft is accepted, if those before it were.
+        acceptance: running estimate of the chance that a first draft is accepted.
+        evidence: tested drafts it rests on; older ones count less.
+        next_length: drafts that are worth their time in the next step.
         num_idle_steps: decode steps since the last one with drafts, while drafting does not pay.
+        probe_steps: idle steps after which a draft is tried all the same.
+        num_same_steps: steps with drafts since one more than the best number was tried.
     """
 
     num_drafts: int = 0
@@ -93,7 +97,11 @@ class DraftRecord:
     num_accepted_tokens: int = 0
     num_tested_tokens: int = 0
     acceptance: float = 0.0
+    evidence: float = 0.0
+    next_length: int = 0
     num_idle_steps: int = 0
+    probe_steps: int = 0
+    num_same_steps: int = 0
 
 
 @dataclass(slots=True)
@@ -134,8 +142,6 @@ class Request:
         retention_priority: its checkpoints count 2**priority times as much when room is made.
         pin_seconds: its `marker` checkpoints are given up last for so long.
         priority: lower runs first; from `queues.BACKGROUND_PRIORITY` on what others leave.
-        uses_drafts: False = decode token by token (what may be sampled next is only known one token at a
-            time, as for answers that follow a grammar).
         prompt_logprobs: None = none; k >= 0 = log-probability of each prompt token but the first, and of the
             k most likely ones. What is asked for is computed, so nothing before it is reused.
         owner: owners that compete get equal shares (`queues.FairShare`); never enters a hash.
@@ -151,7 +157,7 @@ class Request:
         "num_prompt_tokens", "num_scored", "owner", "pending_abort", "pin_seconds", "prefill_end",
         "priority", "prompt_logprobs", "request_id",
         "retention_priority", "reuse", "reuse_reported", "sampling", "status", "stop_ids", "tokens", "turn",
-        "uses_cache", "uses_drafts", "wanted", "wanted_by_caller",
+        "uses_cache", "wanted", "wanted_by_caller",
     )  # fmt: skip
 
     def __init__(
@@ -173,7 +179,6 @@ class Request:
         pin_seconds: float = 0.0,
         prompt_logprobs: int | None = None,
         owner: str = "",
-        uses_drafts: bool = True,
     ) -> None:
         try:
             self.tokens = array("I", prompt_tokens)
@@ -202,7 +207,6 @@ class Request:
         self.prompt_logprobs = prompt_logprobs
         self.num_scored = 0
         self.owner = owner
-        self.uses_drafts = uses_drafts
         self.drafting: DraftRecord | None = None
         self.arrival = 0
         self.turn = 0

@@ -227,10 +227,10 @@ class Scheduler:
         self._plan = plan
         self._planned = []
         budget = self.config.max_num_batched_tokens
-        num_decoding = sum(1 for r in self.running if r.num_processed >= r.prefill_end)
-        prefill_budget = max(1, budget - num_decoding)
+        decoding = [request for request in self.running if not request.is_prefilling]
+        prefill_budget = max(1, budget - len(decoding))
         if self.drafts is not None:
-            self.drafts.begin_step(budget, num_decoding, now)
+            self.drafts.begin_step(budget, decoding, now)
         self._background.begin_step(is_quiet=all(map(is_background, self.requests.values())))
         running = tuple(self.running)
         for request in running:
@@ -441,7 +441,7 @@ class Scheduler:
                 self.cache, request, entry.chunk, results.get(request.request_id), entry.end_reason,
                 result.error, self._now,
             )  # fmt: skip
-            if self.drafts is not None and is_sound and entry.chunk.num_drafts:
+            if self.drafts is not None and is_sound:
                 self.drafts.settle(self.cache.counters, request, entry.chunk, results[request.request_id])
             if was_prefilling and is_sound and request.num_processed >= request.prefill_end:
                 self._leave_siblings(request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 
-from milepost.core.plan import StepPlan
+from milepost.core.plan import ChunkPlan, StepPlan
 from milepost.core.request import DraftRecord, RequestUpdate
 from milepost.engine.detokenizer import IncrementalDetokenizer
 from milepost.engine.marks import MarkedStream
@@ -100,10 +100,22 @@ class Answer:
         constraint.accept(token_ids)
         return constraint.is_complete
 
-    def allowed_tokens(self, output_position: int) -> bytes:
-        """`ChunkPlan.allowed_tokens` of the next sample."""
+    @property
+    def is_guided(self) -> bool:
+        """Whether a grammar says which tokens may be sampled."""
+        return self.request.constraint is not None
+
+    def guide(self, chunk: ChunkPlan) -> None:
+        """Say which tokens may be sampled, and leave out drafts that cannot be."""
         constraint = self.request.constraint
-        return b"" if constraint is None else constraint.allowed_tokens(output_position)
+        if constraint is None:
+            return
+        drafts = array("I", chunk.draft_tokens)
+        rows, ends_at_unfit = constraint.allowed_rows(chunk.output_position, drafts)
+        if len(rows) <= len(drafts):
+            chunk.set_drafts(drafts[: len(rows) - 1].tobytes())
+            chunk.has_unfit_draft = ends_at_unfit
+        chunk.allowed_tokens = b"".join(rows)
 
     @property
     def failure(self) -> str | None:
@@ -172,7 +184,7 @@ def constrain(plan: StepPlan, answers: Mapping[int, Answer]) -> None:
     for chunk in plan.chunks:
         answer = answers.get(chunk.request_id) if chunk.num_samples else None
         if answer is not None:
-            chunk.allowed_tokens = answer.allowed_tokens(chunk.output_position)
+            answer.guide(chunk)
 
 
 def note_admissions(plan: StepPlan, answers: Mapping[int, Answer], now: float) -> None:

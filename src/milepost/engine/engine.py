@@ -21,11 +21,10 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
 from milepost.core.metrics import CoreStats
-from milepost.core.plan import StepPlan, StepResult
 from milepost.core.ports import Worker
 from milepost.core.request import Request, RequestUpdate
 from milepost.core.scheduler import Scheduler
-from milepost.engine.answer import Answer, Sink, constrain, note_admissions
+from milepost.engine.answer import Answer, Sink, note_admissions
 from milepost.engine.audit import AuditConfig, AuditCounts, HitAuditor
 from milepost.engine.explain import ReuseExplainer
 from milepost.engine.inbox import Message, nothing
@@ -40,6 +39,7 @@ from milepost.engine.messages import (
     ReuseExplanation,
 )
 from milepost.engine.observer import Observer
+from milepost.engine.plan_runner import PlanRunner
 from milepost.engine.snapshots import Snapshots
 from milepost.engine.tiering import Tiering
 from milepost.engine.tokenizer import Tokenizer
@@ -98,7 +98,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._answers: dict[int, Answer] = {}
         self._flushes: list[Callable[[], None]] = []
-        self._failed_steps = 0
+        self._runs = PlanRunner(worker, clock)
         self._snapshots = Snapshots(scheduler, clock)
         self._needs_flush_step = False
         self._turns: list[Callable[[], None]] = []
@@ -305,41 +305,25 @@ class Engine:
     def step(self) -> None:
         """One turn of the loop."""
         self._auditor.start_one()
-        plan = self._scheduler.schedule(now := self._clock())
-        note_admissions(plan, self._answers, now)
-        constrain(plan, self._answers)
-        result = self._execute(plan)
+        plan = self._scheduler.schedule(begun := self._clock())
+        note_admissions(plan, self._answers, begun)
+        result = self._runs.execute(plan, self._answers)
+        if self._tiering is not None and self._runs.seconds is not None:
+            self._tiering.note_step(plan, self._runs.seconds)
         updates = self._scheduler.commit(result)
         # Finished requests reach the worker with the next plan: make one more when all are done.
         self._needs_flush_step = bool(plan.chunks or updates)
         self._deliver(updates)
-        if self._failed_steps >= MAX_FAILED_STEPS_IN_A_ROW:
-            raise WorkerError(f"{self._failed_steps} steps failed in a row, the last with {result.error}")
+        if self._scheduler.drafts is not None:
+            self._scheduler.drafts.note_step(plan, result, self._clock() - begun)
+        if self._runs.num_failed >= MAX_FAILED_STEPS_IN_A_ROW:
+            raise WorkerError(f"{self._runs.num_failed} steps failed in a row, the last with {result.error}")
         if not self._needs_step() or self._snapshots.is_due:
             self._snapshots.take()
         if not plan.chunks and self._scheduler.has_unfinished_requests:
             with self._wake:
                 if not (self._inbox or self._stopping or (self._tiering and self._tiering.has_work)):
                     self._wake.wait(IDLE_STEP_WAIT_SECONDS)
-
-    def _execute(self, plan: StepPlan) -> StepResult:
-        if not (plan.chunks or plan.started or plan.finished or plan.copies or plan.discards):
-            return StepResult(plan.step_id, [])
-        begun = self._clock()
-        try:
-            result = self._worker.execute(plan)
-        except Exception as error:
-            self._failed_steps += 1
-            log.exception("step %d failed in the worker; its requests end with an error", plan.step_id)
-            return StepResult(plan.step_id, [], f"{type(error).__name__}: {error}")
-        if plan.chunks:
-            self._failed_steps = 0
-        seconds = self._clock() - begun
-        if self._tiering is not None:
-            self._tiering.note_step(plan, seconds)
-        if self._scheduler.drafts is not None:
-            self._scheduler.drafts.note_step(plan, seconds)
-        return result
 
     def _add(self, request_id: int, request: GenerationRequest, sink: Sink, submitted_at: float) -> None:
         self._limit.judged()
@@ -361,7 +345,6 @@ class Engine:
                     pin_seconds=request.pin_seconds,
                     prompt_logprobs=request.prompt_logprobs,
                     owner=request.owner,
-                    uses_drafts=request.constraint is None,
                     is_counted=request.is_counted,
                 )
             )

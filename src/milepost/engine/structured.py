@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from milepost.engine.constraints import packed_bits
+from milepost.engine.constraints import is_allowed, packed_bits
 from milepost.engine.tokenizer import Tokenizer
 from milepost.errors import RequestError
 
@@ -147,7 +147,7 @@ class GrammarCompiler:
                 while len(self._compiled) > KEPT_GRAMMARS:
                     self._compiled.popitem(last=False)
         everything_but_the_end = packed_bits(self._vocab_size, self._tokenizer.eos_token_ids)
-        return GuidedAnswer(matcher.deep_copy(), tuple(after), everything_but_the_end)
+        return GuidedAnswer(matcher, tuple(after), everything_but_the_end)
 
     def _make_vocabulary(self, param: str) -> Any:
         library = _llguidance(param)[0]
@@ -201,8 +201,13 @@ def _subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[list[str], Mapping[
 class GuidedAnswer:
     """Implements `Constraint` with one matcher."""
 
-    def __init__(self, matcher: Any, after: tuple[int, ...], everything_but_the_end: bytes) -> None:
-        self._matcher = matcher
+    def __init__(self, template: Any, after: tuple[int, ...], everything_but_the_end: bytes) -> None:
+        """
+        Args:
+            template: a matcher that has read nothing; it is copied.
+        """
+        self._template = template
+        self._matcher = template.deep_copy()
         self._after = after
         self._unguided = everything_but_the_end
         self._token_ids: list[int] = []
@@ -211,10 +216,33 @@ class GuidedAnswer:
         self.failure: str | None = None
 
     def fresh(self) -> GuidedAnswer:
-        """The same rules for another answer; only of one that has not begun."""
-        return GuidedAnswer(self._matcher.deep_copy(), self._after, self._unguided)
+        """The same rules for another answer."""
+        return GuidedAnswer(self._template, self._after, self._unguided)
+
+    def allowed_rows(self, output_position: int, drafts: Sequence[int]) -> tuple[list[bytes], bool]:
+        rows = [self.allowed_tokens(output_position)]
+        num_read = 0
+        is_unfit = False
+        while self.failure is None and num_read < len(drafts):
+            is_unfit = not is_allowed(rows[-1], drafts[num_read])
+            if is_unfit:
+                break
+            self.accept(drafts[num_read : num_read + 1])
+            num_read += 1
+            if self.is_complete or self.failure is not None:
+                break
+            row = self.allowed_tokens(output_position + num_read)
+            if self.failure is None:
+                rows.append(row)
+        if num_read and self.failure is not None:
+            # Where drafts lead, not where the answer stands.
+            self._read_again(num_read)
+        else:
+            self.rollback(num_read)
+        return rows, is_unfit
 
     def allowed_tokens(self, output_position: int) -> bytes:
+        """The first of `allowed_rows`."""
         if output_position != len(self._token_ids):
             self.failure = f"token {output_position} is asked for, {len(self._token_ids)} are known"
             return b""
@@ -239,6 +267,7 @@ class GuidedAnswer:
         self.is_complete = self._begin is not None and bool(self._matcher.is_stopped())
 
     def rollback(self, num_tokens: int) -> None:
+        """The last tokens are taken back."""
         if not num_tokens:
             return
         if num_tokens > len(self._token_ids):
@@ -250,6 +279,15 @@ class GuidedAnswer:
             if left < self._begin:
                 self._begin = None
         self.is_complete = False
+
+    def _read_again(self, num_tokens: int) -> None:
+        """Takes the last tokens back after a failure, which a matcher does not recover from."""
+        known = self._token_ids[: len(self._token_ids) - num_tokens]
+        self._matcher = self._template.deep_copy()
+        self._token_ids = []
+        self._begin = None if self._after else 0
+        self.failure = None
+        self.accept(known)
 
 
 class _Vocabulary:

@@ -130,7 +130,7 @@ class DraftingConfig:
         """The planner of a world, or None."""
         if not self.num_draft_tokens:
             return None
-        lengths = DraftLengths() if self.is_adaptive else None
+        lengths = DraftLengths(is_own=self.is_own) if self.is_adaptive else None
         return DraftPlanner(None if self.is_own else drafter, self.num_draft_tokens, lengths)
 
 
