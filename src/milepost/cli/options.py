@@ -237,7 +237,7 @@ Speculation = Annotated[
         "--speculative-config",
         help="Guess tokens and verify several at once: JSON such as "
         '{"method": "ngram", "num_speculative_tokens": 4}; method mtp = with draft modules of the model, '
-        'eagle3 = with the drafter in "model", a directory or hub id. Default: off.',
+        'eagle3, dflash or dspark = with the drafter in "model", a directory or hub id. Default: off.',
     ),
 ]
 ChatTemplateFile = Annotated[

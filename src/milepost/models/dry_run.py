@@ -86,11 +86,12 @@ def check_checkpoint(
     num_draft_tokens: int = 0,
     draft_method: str = MTP,
     draft_model: str | Path | None = None,
+    draft_confidence: float = 0.0,
 ) -> CheckpointReport:
     """Checks `path/config.json` against the headers of `path/*.safetensors`, and those of a drafter.
 
     Args:
-        dtype, num_draft_tokens, draft_method, draft_model: as in `load_model`.
+        dtype, num_draft_tokens, draft_method, draft_model, draft_confidence: as in `load_model`.
 
     Raises:
         ConfigError: the config cannot work; `field` is the key.
@@ -99,7 +100,7 @@ def check_checkpoint(
     path = model_directory(path)
     spec = read_spec(path)
     dtype_name = resolve_dtype(spec, dtype)
-    drafter = read_drafter(spec, num_draft_tokens, draft_method, draft_model)
+    drafter = read_drafter(spec, num_draft_tokens, draft_method, draft_model, draft_confidence)
     readers = [_HeaderReader(path)]
 
     def open_files(directory: Path) -> WeightReader:
