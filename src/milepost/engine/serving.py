@@ -307,10 +307,20 @@ def load_serving_model(
         seeds=SeedSource(options.seed),
         description=description,
         audit=audit,
-        exactness=promise.text,
+        exactness=promise_text(promise.text, options.speculative),
         defaults=defaults,
         events=connect_events(engine, options.stores, options.match_unit),
         offer=offer,
+    )
+
+
+def promise_text(promise: str, speculative: SpeculativeConfig | None) -> str:
+    """What the self-test promises, and what drafts take from it."""
+    if speculative is None or speculative.keeps_seeds:
+        return promise
+    return (
+        f"{promise}; sampled answers have the model's distribution, and which ones a seed gives depends on "
+        "what was drafted (draft_sample_method probabilistic)"
     )
 
 

@@ -8,6 +8,7 @@ import msgspec
 
 from milepost.config import SPECULATIVE_FIELD as FIELD
 from milepost.core.drafts import DraftPlanner
+from milepost.core.plan import COUPLED, GREEDY, PROBABILISTIC
 from milepost.core.speculation import DraftLengths
 from milepost.engine.ngram import NgramDrafter
 from milepost.errors import ConfigError
@@ -17,6 +18,8 @@ from milepost.models.block_config import DSPARK
 NGRAM = "ngram"
 METHODS = (NGRAM, *drafters.METHODS)
 MAX_DRAFT_TOKENS = 32
+DRAFT_SAMPLE_METHODS = (COUPLED, GREEDY, PROBABILISTIC)
+REJECTION_SAMPLE_METHOD = "standard"
 DEFAULT_LOOKUP = 5
 EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
 
@@ -28,6 +31,8 @@ class _Fields(msgspec.Struct, forbid_unknown_fields=True):
     confidence_threshold: float | None = None
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
+    draft_sample_method: str | None = None
+    rejection_sample_method: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,9 @@ class SpeculativeConfig:
         num_speculative_tokens: most drafts per request and step; fewer where they do not pay.
         prompt_lookup_min, prompt_lookup_max: of ngram: tokens of the text's end that must be, and at most
             are, found again.
+        draft_sample_method: how a model drafts for answers that are sampled: the tokens that the noise of
+            their positions makes likely (`COUPLED`), the most likely ones (`GREEDY`), or drawn on its own
+            and verified by rejection sampling (`PROBABILISTIC`); see `ChunkPlan.draft_sampling`.
         model: directory or hub id of the drafter, for methods with a checkpoint of their own.
         confidence_threshold: of dspark: drafts end before the first one that, by the drafter's estimate,
             is reached and accepted with a smaller chance; 0 = none ends for that.
@@ -48,6 +56,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int
     prompt_lookup_min: int = 0
     prompt_lookup_max: int = 0
+    draft_sample_method: str = COUPLED
     model: str | None = None
     confidence_threshold: float = 0.0
 
@@ -81,10 +90,12 @@ class SpeculativeConfig:
         drafters.check_model(method, fields.model)
         if method == NGRAM:
             _confidence_threshold(fields, method)
+        sample_method = _sample_method(fields, method)
         if method != NGRAM:
             return cls(
                 method,
                 fields.num_speculative_tokens,
+                draft_sample_method=sample_method,
                 model=fields.model,
                 confidence_threshold=_confidence_threshold(fields, method),
             )
@@ -109,7 +120,43 @@ class SpeculativeConfig:
         drafter = None
         if self.method == NGRAM:
             drafter = NgramDrafter(self.prompt_lookup_min, self.prompt_lookup_max)
-        return DraftPlanner(drafter, self.num_speculative_tokens, DraftLengths())
+        lengths = DraftLengths(is_own=drafter is None)
+        return DraftPlanner(drafter, self.num_speculative_tokens, lengths, self.draft_sample_method)
+
+    @property
+    def keeps_seeds(self) -> bool:
+        """Whether a sampled answer is the same with and without drafts."""
+        return self.draft_sample_method != PROBABILISTIC
+
+
+def _sample_method(fields: _Fields, drafter: str) -> str:
+    """`draft_sample_method`, which a drafter without a distribution cannot have.
+
+    Args:
+        drafter: the method of drafting.
+
+    Raises:
+        ConfigError: it is unknown or cannot work with the method, or another rule is to reject drafts.
+    """
+    method = fields.draft_sample_method
+    if fields.rejection_sample_method not in (None, REJECTION_SAMPLE_METHOD):
+        raise ConfigError(
+            FIELD,
+            f"rejection_sample_method {fields.rejection_sample_method!r} is not supported; "
+            f"leave it out, or use {REJECTION_SAMPLE_METHOD!r}",
+        )
+    if method is None:
+        return COUPLED
+    if method not in DRAFT_SAMPLE_METHODS:
+        known = ", ".join(DRAFT_SAMPLE_METHODS)
+        raise ConfigError(FIELD, f"draft_sample_method {method!r} is not supported; use one of: {known}")
+    if drafter == NGRAM and method != GREEDY:
+        raise ConfigError(
+            FIELD,
+            f"draft_sample_method {method!r} needs a drafter with a distribution; method 'ngram' looks "
+            "its drafts up, leave it out",
+        )
+    return method
 
 
 def _confidence_threshold(fields: _Fields, method: str) -> float:
