@@ -24,7 +24,7 @@ from export import DRAFTER_FILE, FP32_SUFFIXES, load_exported, write_json
 from model import TinyModel, set_bf16_matmuls
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 from train import Options, make_optimisers
 
 import data
@@ -51,7 +51,7 @@ OPTIONS = Options(seed=0, adamw_lr=3e-3, muon_lr=0.02, warmup_steps=20, decay_sh
 
 
 class DrafterTrainer:
-    """Holds target, module, optimisers and position."""
+    """Holds target, module, optimisers and position. What is trained, and how, is in three methods."""
 
     def __init__(self, target: TinyModel, run_dir: Path, plan: tuple[Stage, ...], options: Options) -> None:
         tokenizer = Tokenizer.from_file(str(run_dir / "tokenizer.json"))
@@ -59,11 +59,28 @@ class DrafterTrainer:
         self.target, self.plan, self.options = target.requires_grad_(False).eval(), plan, options
         torch.manual_seed(options.seed)
         self.rng = random.Random(options.seed + 1000)
-        self.module = MtpModule(target.config)
-        self.module.start_from(target)
+        self.module = self.make_module()
         self.muon, self.adamw = make_optimisers(self.module, options)
         self.step = self.tokens = 0
         self.total = sum(stage.tokens for stage in plan)
+
+    def make_module(self) -> nn.Module:
+        """What is trained, with its initial values."""
+        module = MtpModule(self.target.config)
+        module.start_from(self.target)
+        return module
+
+    def losses(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, list[float]]:
+        """The weighted loss, and per guess the share of rows in which module and target agree."""
+        steps = distillation(self.module, self.target, ids, weights, len(STEP_WEIGHTS))
+        loss = sum(
+            (weight * step.loss for weight, step in zip(STEP_WEIGHTS, steps, strict=True)), torch.zeros(())
+        )
+        return loss, [step.agreed for step in steps]
+
+    def end_step(self) -> None:
+        """After the weights have moved."""
+        self.module.block_sparse_moe.rebalance(self.options.balance_rate)
 
     def stage(self) -> Stage | None:
         """The stage at the present number of tokens, None at the end."""
@@ -82,17 +99,14 @@ class DrafterTrainer:
         return warm * (options.final_lr_share + (1 - options.final_lr_share) * fall)
 
     def train_step(self, stage: Stage) -> tuple[float, list[float]]:
-        """The weighted loss, and per step the share of rows in which module and target agree."""
+        """See `losses`."""
         batch, batch_weights = self.factory.batch(self.rng, stage.rows, stage.row_tokens, stage.mix)
         ids, weights = torch.from_numpy(batch)[:, :-1], torch.from_numpy(batch_weights)[:, 1:]
         factor = self.rate()
         for optimiser, lr in ((self.adamw, self.options.adamw_lr), (self.muon, self.options.muon_lr)):
             for group in optimiser.param_groups:
                 group["lr"] = lr * factor
-        steps = distillation(self.module, self.target, ids.contiguous(), weights, len(STEP_WEIGHTS))
-        loss = sum(
-            (weight * step.loss for weight, step in zip(STEP_WEIGHTS, steps, strict=True)), torch.zeros(())
-        )
+        loss, agreed = self.losses(ids.contiguous(), weights)
         if not torch.isfinite(loss):
             raise FloatingPointError(f"loss is {loss.item()} at step {self.step}: lower the learning rate")
         loss.backward()
@@ -100,10 +114,10 @@ class DrafterTrainer:
         for optimiser in (self.adamw, self.muon):
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
-        self.module.block_sparse_moe.rebalance(self.options.balance_rate)
+        self.end_step()
         self.step += 1
         self.tokens += ids.numel()
-        return float(loss.detach()), [step.agreed for step in steps]
+        return float(loss.detach()), agreed
 
 
 def run(trainer: DrafterTrainer, log_every: int, path: Path) -> None:
@@ -115,17 +129,17 @@ def run(trainer: DrafterTrainer, log_every: int, path: Path) -> None:
         TextColumn("{task.percentage:.1f} %"),
         TimeRemainingColumn(),
     )
-    started, sums = time.process_time(), torch.zeros(1 + len(STEP_WEIGHTS))
+    started, sums = time.process_time(), torch.zeros(())
     with Progress(*columns) as bar:
         task = bar.add_task("training", total=trainer.total)
         while (stage := trainer.stage()) is not None:
             loss, agreed = trainer.train_step(stage)
-            sums += torch.tensor([loss, *agreed])
+            sums = sums + torch.tensor([loss, *agreed])
             bar.update(task, completed=trainer.tokens, description=f"loss {loss:.2f}")
             if trainer.step % log_every == 0 or trainer.stage() is None:
                 count = (trainer.step - 1) % log_every + 1
                 mean_loss, *shares = (sums / count).tolist()
-                sums.zero_()
+                sums = torch.zeros(())
                 seconds = time.process_time() - started
                 bar.console.print(
                     f"step {trainer.step} {trainer.tokens / 1e6:.2f}M tokens {seconds:.0f}s of one core, "
