@@ -1,4 +1,4 @@
-"""Methods mtp and eagle3 of `--speculative-config`, served: answers, sizes, stores, the command line."""
+"""Methods mtp, eagle3, dspark of `--speculative-config`, served: answers, sizes, stores, the command line."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rich.console import Console  # noqa: E402
 from tests.engine.kimi_tokenizers import TOKENS, write_directory  # noqa: E402
 from tests.engine.replicas import UNIT, file_store, replica  # noqa: E402
 from tests.engine.tiny_tokenizer import write_model_directory  # noqa: E402
+from tests.support import block_checkpoints  # noqa: E402
 from tests.support.checkpoints import write_checkpoint  # noqa: E402
 from tests.support.draft_checkpoints import with_drafts  # noqa: E402
 from tests.support.driver import random_tokens  # noqa: E402
@@ -53,11 +54,12 @@ class Checkpoint:
 
     path: Path
     drafter: Path | None = None
+    method: str = "eagle3"
 
     def speculative(self, num_drafts: int = 3) -> SpeculativeConfig:
         if self.drafter is None:
             return SpeculativeConfig("mtp", num_drafts)
-        return SpeculativeConfig("eagle3", num_drafts, model=str(self.drafter))
+        return SpeculativeConfig(self.method, num_drafts, model=str(self.drafter))
 
     def options(self, num_drafts: int) -> dict[str, Any]:
         """Of `describe` and `load_model`."""
@@ -67,19 +69,22 @@ class Checkpoint:
 CHANGES = {"vocab_size": VOCAB_SIZE, "eos_token_id": None}
 
 
-@pytest.fixture(scope="module", params=["kimi_linear", "qwen3_next", "eagle3"])
+@pytest.fixture(scope="module", params=["kimi_linear", "qwen3_next", "eagle3", "dspark"])
 def checkpoint(request: Any, tmp_path_factory: Any) -> Checkpoint:
     """A decoder with two modules that are mostly right, or with such a drafter, and a tokenizer."""
     root: Path = tmp_path_factory.mktemp("model")
     path = root / "decoder"
     path.mkdir()
-    family = "kimi_linear" if request.param == "eagle3" else request.param
+    family = "kimi_linear" if request.param in ("eagle3", "dspark") else request.param
     if family in TOKENS:
         write_directory(path, family)
     else:
         write_model_directory(path)
     if request.param == "eagle3":
         return Checkpoint(*write_pair(root, family, "llama", context=0.02, target=CHANGES))
+    if request.param == "dspark":
+        pair = block_checkpoints.write_pair(root, family, "dspark", context=0.02, target=CHANGES)
+        return Checkpoint(*pair, "dspark")
     config, tensors = with_drafts(family, 2, context=0.02, **CHANGES)
     return Checkpoint(write_checkpoint(path, config, tensors=tensors))
 
@@ -145,9 +150,11 @@ def test_sizes_are_said_and_planned(checkpoint: Checkpoint) -> None:
     model = load_and_say(directory, options, Console(file=out, width=300))
     try:
         group = model.geometry.attention[-1]
-        assert group.bytes_per_page == num_modules * 4 * about.hidden_size
-        name = "2 modules" if checkpoint.drafter is None else "eagle3 from drafter"
-        expected = f"drafter: {name}; {group.bytes_per_token:,} bytes per token, {group.bytes_per_page:,} per"
+        has_taps = checkpoint.method != "dspark"
+        assert group.bytes_per_page == has_taps * num_modules * 4 * about.hidden_size
+        name = "2 modules" if checkpoint.drafter is None else f"{checkpoint.method} from drafter"
+        expected = f"drafter: {name}; {group.bytes_per_token:,} bytes per token"
+        expected += f", {group.bytes_per_page:,} per page for taps" if has_taps else "\n"
         assert expected in out.getvalue()
         assert f"{about.num_parameters:,} parameters" in out.getvalue()
     finally:
@@ -167,7 +174,7 @@ def test_the_command_line_says_what_a_drafter_takes(
         main()
     out = capsys.readouterr().out
     assert not ended.value.code
-    name = "1 module;" if checkpoint.drafter is None else "eagle3 from drafter;"
+    name = "1 module;" if checkpoint.drafter is None else f"{checkpoint.method} from drafter;"
     assert "drafter" in out and name in out and "tensors as expected" in out
 
 
@@ -226,6 +233,32 @@ def test_another_models_drafter_is_refused_before_weights_are_read(tmp_path: Pat
     with pytest.raises(ConfigError, match="use the drafter that was made for this model") as raised:
         load_serving_model(EMBEDDED_MODEL, ServingOptions(cache_bytes=32 << 20, speculative=speculative))
     assert raised.value.field == "draft_model.vocab_size"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"method": "ngram"}, "belongs to method 'dspark'"),
+        ({"method": "mtp"}, "belongs to method 'dspark'"),
+        ({"method": "dflash", "model": "x"}, "belongs to method 'dspark'"),
+        ({"method": "dspark", "model": "x", "confidence_threshold": 1.0}, "at least 0 and below 1, not 1.0"),
+        ({"method": "dspark", "model": "x", "confidence_threshold": -0.1}, "at least 0 and below 1"),
+    ],
+)
+def test_thresholds_that_cannot_work(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        text = json.dumps({"num_speculative_tokens": 2, "confidence_threshold": 0.5, **keys})
+        SpeculativeConfig.parse(text)
+    assert raised.value.field == "speculative_config"
+
+
+def test_a_threshold_reaches_the_drafter(tmp_path: Path) -> None:
+    decoder, drafter = block_checkpoints.write_pair(tmp_path, "kimi_linear", "dspark")
+    keys = {"model": str(drafter), "num_speculative_tokens": 3, "confidence_threshold": 0.25}
+    speculative = SpeculativeConfig.parse(json.dumps(keys))
+    assert speculative.method == "dspark", "found out"
+    model = load_model(decoder, **ServingOptions(speculative=speculative).draft_options)
+    assert model.drafts.spec.confidence_threshold == 0.25
 
 
 # -- stores ----------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""Drafting with modules of the model, or with an EAGLE-3 drafter from a checkpoint of its own: answers and
-records are those without, and what is drafted depends on the tokens alone, not on what was cached, cut,
-preempted or guessed before."""
+"""Drafting with modules of the model, or with an EAGLE-3 or block drafter from a checkpoint of its own:
+answers and records are those without, and what is drafted depends on the tokens alone, not on what was
+cached, cut, preempted or guessed before."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support import block_checkpoints
 from tests.support.checkpoints import write_checkpoint
 from tests.support.conversations import UNIT, Engine, Proposal
 from tests.support.draft_checkpoints import DRAFT_FAMILIES, with_drafts
@@ -36,8 +37,8 @@ GREEDY = SamplingParams(temperature=0.0)
 class Models:
     """Checkpoints with what drafts for them, loaded with and without it.
 
-    A name is that of a family, whose draft modules are in its checkpoint, or LAYOUT:FAMILY for an EAGLE-3
-    drafter in a checkpoint of its own.
+    A name is that of a family, whose draft modules are in its checkpoint, or LAYOUT:FAMILY for a drafter in a
+    checkpoint of its own: a block drafter, or EAGLE-3.
     """
 
     def __init__(self, root: Path) -> None:
@@ -49,7 +50,9 @@ class Models:
         path = self._root / f"{name.replace(':', '-')}-{num_modules}-{context}"
         if not path.exists():
             layout, _, family = name.rpartition(":")
-            if layout:
+            if layout in block_checkpoints.LAYOUTS:
+                block_checkpoints.write_pair(path, family, layout, context=context)
+            elif layout:
                 write_pair(path, family, layout, context=context)
             else:
                 config, tensors = with_drafts(name, num_modules, context=context)
@@ -60,8 +63,10 @@ class Models:
         """Of `load_model`, for the checkpoint at `path`."""
         if ":" not in name or not num_drafts:
             return {"num_draft_tokens": num_drafts}
-        drafter = str(path.parent / "drafter")
-        return {"num_draft_tokens": num_drafts, "draft_method": "eagle3", "draft_model": drafter}
+        drafter, layout = str(path.parent / "drafter"), name.partition(":")[0]
+        is_block = layout in block_checkpoints.LAYOUTS
+        method = block_checkpoints.method_of(layout) if is_block else "eagle3"
+        return {"num_draft_tokens": num_drafts, "draft_method": method, "draft_model": drafter}
 
     def get(
         self, name: str, num_modules: int = 1, num_drafts: int = 4, context: float | None = 0.05
@@ -111,6 +116,14 @@ CASES = [
     ("llama:qwen3_5", 1, 5, False, 900 << 10),
     ("mla:qwen3_next", 1, 4, False, 64 << 20),
     ("k3:kimi_k3", 1, 3, True, 64 << 20),
+    ("dspark:kimi_linear", 1, 8, False, 64 << 20),
+    ("dspark:qwen3_5", 1, 5, False, 900 << 10),
+    ("dspark_mla:kimi_k3", 1, 3, True, 64 << 20),
+    ("dspark_speculators:qwen3_next", 1, 4, False, 64 << 20),
+    *(
+        pytest.param("dspark:kimi_linear", 1, num, num % 2 == 1, 64 << 20, marks=pytest.mark.slow)
+        for num in (1, 2, 3, 4, 5, 6, 7)
+    ),
     *(
         pytest.param("llama:kimi_linear", 1, num, False, 64 << 20, marks=pytest.mark.slow)
         for num in (1, 2, 4, 5, 6, 7)
@@ -152,7 +165,7 @@ def test_answers_and_records_do_not_depend_on_drafts(
                 assert states == theirs[key][1]
 
 
-@pytest.mark.parametrize("name", ["kimi_linear", "qwen3_5_moe", "llama:kimi_linear"])
+@pytest.mark.parametrize("name", ["kimi_linear", "qwen3_5_moe", "llama:kimi_linear", "dspark:kimi_linear"])
 def test_a_model_without_its_modules_answers_and_hits_alike(models: Models, plain: Plain, name: str) -> None:
     bare = Engine(models.get(name, num_drafts=0))
     bare.converse()
@@ -300,7 +313,17 @@ def test_a_resumed_request_drafts_what_it_would_have_drafted(
     assert_same_proposals(preempted.proposed, cold.proposed, 250)
 
 
-@pytest.mark.parametrize("name", ["kimi_linear", "qwen3_5", "speculators:kimi_linear", "mla:qwen3_5"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "kimi_linear",
+        "qwen3_5",
+        "speculators:kimi_linear",
+        "mla:qwen3_5",
+        "dspark_mla:kimi_linear",
+        "dflash_speculators:qwen3_5",
+    ],
+)
 def test_the_first_draft_behind_a_hit_at_every_boundary(models: Models, name: str) -> None:
     model = models.get(name, 2, 4, context=None)
     prompt = random_tokens(100, 131, seed=8)
