@@ -121,7 +121,7 @@ CASES = [
     ("dspark_mla:kimi_k3", 1, 3, True, 64 << 20),
     ("dspark_speculators:qwen3_next", 1, 4, False, 64 << 20),
     *(
-        pytest.param("dspark:kimi_linear", 1, num, num % 2 == 1, 64 << 20, marks=pytest.mark.slow)
+        pytest.param("dspark:kimi_linear", 1, num, num in (3, 5, 7), 64 << 20, marks=pytest.mark.slow)
         for num in (1, 2, 3, 4, 5, 6, 7)
     ),
     *(
