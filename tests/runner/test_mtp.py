@@ -151,7 +151,8 @@ def test_answers_and_records_do_not_depend_on_drafts(
     counters = engine.scheduler.cache.counters
     assert 0 < counters.num_accepted_draft_tokens < counters.num_draft_tokens
     assert sum(len(made.drafts) for made in engine.proposed) == counters.num_draft_tokens
-    assert any(len(made.drafts) < made.num_asked for made in engine.proposed), "no guess was a stop token"
+    if num_drafts > 1:  # a single guess per step is too few to count on one
+        assert any(len(made.drafts) < made.num_asked for made in engine.proposed), "no guess was a stop token"
     if cache_bytes < 1 << 20:
         return
     if not preempts:
