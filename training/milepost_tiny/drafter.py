@@ -10,6 +10,7 @@ Shapes: B rows, T tokens, D hidden width, M = T - 1 entries of step 1, E = width
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -140,13 +141,27 @@ def distillation(
     with torch.no_grad():
         hidden, embedded = target_states(target, ids)
         teacher = linear(target.model.norm(hidden), target.lm_head.weight)
+    outputs = module.steps(embedded, hidden, num_steps)
+    guessed = (linear(module.shared_head.norm(output), target.lm_head.weight) for output in outputs)
+    return chained_losses(guessed, teacher, ids, weights)
+
+
+def chained_losses(
+    guessed: Iterable[Tensor], teacher: Tensor, ids: Tensor, weights: Tensor
+) -> list[StepLoss]:
+    """Losses of `distillation`, from logits.
+
+    Args:
+        guessed: per step s, from 1 on, [B, T - s, vocabulary] at positions [s, T).
+        teacher: [B, T, vocabulary], the target's.
+    """
+    with torch.no_grad():
         shares = teacher.softmax(-1)
         best = teacher.argmax(-1)
         follows = shares[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)  # of token t + 1, at t
     losses = []
     chance = torch.ones_like(weights)
-    for step, output in enumerate(module.steps(embedded, hidden, num_steps), 1):
-        logits = linear(module.shared_head.norm(output), target.lm_head.weight)
+    for step, logits in enumerate(guessed, 1):
         entropy = -(shares[:, step:] * logits.log_softmax(-1)).sum(-1)
         if step > 1:
             chance = chance.clone()

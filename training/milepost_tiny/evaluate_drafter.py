@@ -1,6 +1,8 @@
-"""Measure the draft module of an exported milepost-tiny through Milepost's own engine.
+"""Measure what drafts for an exported milepost-tiny through Milepost's own engine.
 
     python evaluate_drafter.py --model ../../src/milepost/assets/milepost-tiny --json drafter.json
+
+Its own draft module, or with `--drafter FOLDER` that drafter.
 
 Acceptance by position of the guess, at 1 to 3 guesses per step, greedy and at temperature 0.7, on held-out
 prompts: recall cases of tests/support/recall.py (The Tempest as filler), the last turns of synthetic
@@ -38,7 +40,8 @@ from milepost.core.plan import SamplingParams  # noqa: E402
 from milepost.engine.blocking import answer  # noqa: E402
 from milepost.engine.messages import GenerationRequest  # noqa: E402
 from milepost.engine.serving import ServingModel, ServingOptions, load_serving_model  # noqa: E402
-from milepost.engine.speculative import MTP, SpeculativeConfig  # noqa: E402
+from milepost.engine.speculative import SpeculativeConfig  # noqa: E402
+from milepost.models.drafters import MTP, method_of  # noqa: E402
 
 MAX_DRAFTS = 3
 MAX_TOKENS = 64
@@ -114,13 +117,20 @@ def make_prompts(model: ServingModel, num_cases: int) -> dict[str, list[array[in
     return prompts
 
 
-def started(folder: Path, num_drafts: int, *, always: bool = True) -> ServingModel:
-    """A model that makes so many guesses; 0 = none, and no module is loaded.
+def started(
+    folder: Path, num_drafts: int, *, drafter: Path | None = None, always: bool = True
+) -> ServingModel:
+    """A model that makes so many guesses; 0 = none, and nothing that drafts is loaded.
 
     Args:
+        drafter: its checkpoint; None = the model's own module.
         always: else as many as the server takes to be worth it.
     """
-    speculative = SpeculativeConfig(MTP, num_drafts) if num_drafts else None
+    speculative = None
+    if num_drafts and drafter is None:
+        speculative = SpeculativeConfig(MTP, num_drafts)
+    elif num_drafts:
+        speculative = SpeculativeConfig(method_of(drafter), num_drafts, model=str(drafter))
     model = load_serving_model(folder, ServingOptions(cache_bytes=64 << 20, speculative=speculative))
     model.engine.start()
     if num_drafts and always:
@@ -152,10 +162,12 @@ def acceptance(model: ServingModel, prompts: list[array[int]], temperature: floa
     )
 
 
-def acceptance_table(folder: Path, num_cases: int, tasks: list[str] | None) -> list[dict[str, Any]]:
+def acceptance_table(
+    folder: Path, drafter: Path | None, num_cases: int, tasks: list[str] | None
+) -> list[dict[str, Any]]:
     rows = []
     for num_drafts in range(1, MAX_DRAFTS + 1):
-        model = started(folder, num_drafts)
+        model = started(folder, num_drafts, drafter=drafter)
         try:
             for name, some in make_prompts(model, num_cases).items():
                 if tasks is not None and name not in tasks:
@@ -179,10 +191,15 @@ def timed(model: ServingModel, prompts: list[array[int]]) -> tuple[float, float]
     return time.process_time() - begun[0], time.perf_counter() - begun[1]
 
 
-def speed(folder: Path, num_cases: int, num_drafts: int, num_rounds: int) -> dict[str, Any]:
+def speed(
+    folder: Path, drafter: Path | None, num_cases: int, num_drafts: int, num_rounds: int
+) -> dict[str, Any]:
     """Seconds per token without guesses over seconds per token with: above 1, guesses are faster."""
     plain = started(folder, 0)
-    drafting = {"always": started(folder, num_drafts), "adaptive": started(folder, num_drafts, always=False)}
+    drafting = {
+        "always": started(folder, num_drafts, drafter=drafter),
+        "adaptive": started(folder, num_drafts, drafter=drafter, always=False),
+    }
     models = [plain, *drafting.values()]
     ratios: dict[str, dict[str, list[float]]] = {}
     try:
@@ -220,6 +237,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, default=REPOSITORY / "src/milepost/assets/milepost-tiny")
+    parser.add_argument("--drafter", type=Path, help="checkpoint of a drafter; default: the model's module")
     parser.add_argument("--cases", type=int, default=40, help="prompts per task")
     parser.add_argument("--tasks", nargs="*", help="acceptance on these only; nothing behind it = on none")
     parser.add_argument("--speed", type=int, default=0, metavar="ROUNDS", help="also time so many rounds")
@@ -228,11 +246,15 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     figures: dict[str, Any] = {
-        "acceptance": acceptance_table(arguments.model, arguments.cases, arguments.tasks)
+        "acceptance": acceptance_table(arguments.model, arguments.drafter, arguments.cases, arguments.tasks)
     }
     if arguments.speed:
         figures["speed"] = speed(
-            arguments.model, max(1, arguments.cases // 4), arguments.speed_drafts, arguments.speed
+            arguments.model,
+            arguments.drafter,
+            max(1, arguments.cases // 4),
+            arguments.speed_drafts,
+            arguments.speed,
         )
         print(figures["speed"], flush=True)
     if arguments.json:
