@@ -1,10 +1,11 @@
-"""The embedded model drafts for itself: the same answers, and guesses that are right as often as the model
-card says, cold and behind a hit."""
+"""What drafts for the embedded model, its own module and a drafter beside it: the same answers, and guesses
+that are right as often as the docs say, cold and behind a hit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,6 @@ from milepost.core.drafts import DraftPlanner  # noqa: E402
 from milepost.engine.serving import EMBEDDED_MODEL  # noqa: E402
 from milepost.engine.tokenizer import Tokenizer  # noqa: E402
 from milepost.models.loading import LoadedModel, load_model  # noqa: E402
-from milepost.models.mtp import MtpModules  # noqa: E402
 
 NUM_DRAFTS = 2
 NUM_CASES = 8
@@ -42,9 +42,15 @@ def cases(tokenizer: Tokenizer) -> list[RecallCase]:
     return [made.make(seed, DISTANCE) for seed in range(NUM_CASES)]
 
 
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return load_model(EMBEDDED_MODEL, num_draft_tokens=NUM_DRAFTS)
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "mtp": {},
+    "eagle3": {"draft_method": "eagle3", "draft_model": "milepost-tiny/eagle3"},
+}
+
+
+@pytest.fixture(scope="module", params=DRAFTERS)
+def model(request: Any) -> LoadedModel:
+    return load_model(EMBEDDED_MODEL, num_draft_tokens=NUM_DRAFTS, **DRAFTERS[request.param])
 
 
 @pytest.fixture
@@ -94,23 +100,25 @@ def test_answers_are_those_without_it_and_most_guesses_are_right(
     assert in_all == {at: 2 * count for at, count in by_position.items()}, "a hit drafts as a cold run does"
 
 
-def ignores_hidden_states(modules: MtpModules, hidden: torch.Tensor) -> torch.Tensor:
+def ignores_hidden_states(hidden: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(hidden)
 
 
-def reads_the_position_before(modules: MtpModules, hidden: torch.Tensor) -> torch.Tensor:
+def reads_the_position_before(hidden: torch.Tensor) -> torch.Tensor:
     return torch.cat([hidden[:1], hidden[:-1]])
 
 
 @pytest.mark.parametrize("fault", [ignores_hidden_states, reads_the_position_before])
 def test_a_broken_drafter_does_not_reach_the_floor(
+    model: LoadedModel,
     drafting: Replica,
     plain: list[list[Answered]],
     cases: list[RecallCase],
     monkeypatch: pytest.MonkeyPatch,
-    fault: Callable[[MtpModules, torch.Tensor], torch.Tensor],
+    fault: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    monkeypatch.setattr(MtpModules, "taps", fault)
+    taps = type(model.drafts).taps
+    monkeypatch.setattr(type(model.drafts), "taps", lambda self, read: fault(taps(self, read)))
     answers = ask_all(drafting, cases)
     num_drafts, num_right, _ = accepted(drafting)
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain[0]]

@@ -111,3 +111,11 @@ def test_offline_asks_nobody(tmp_path: Path) -> None:
         )  # fmt: skip
         assert done.returncode == 2
         assert "owner/name" in done.stderr and "disabled" in " ".join(done.stderr.split()), done.stderr
+
+
+def test_drafters_that_ship_with_the_package_have_names(hub: list[Any]) -> None:
+    shipped = model_directory("milepost-tiny/eagle3")
+    assert (shipped / "config.json").exists() and not hub
+    hub.append(RuntimeError("not found"))
+    with pytest.raises(CheckpointFileError, match="the hub does not give it"):
+        model_directory("milepost-tiny/nothing")

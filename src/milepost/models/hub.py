@@ -10,6 +10,9 @@ from milepost.errors import CheckpointFileError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?")
 CONFIG_FILE = "config.json"
+ASSETS = Path(__file__).resolve().parent.parent / "assets"
+_SHIPPED = "milepost-tiny/"
+"""Drafters of the embedded model are named like hub ids of its owner."""
 WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "tiktoken.model")
 
 
@@ -19,13 +22,16 @@ def is_hub_id(text: str) -> bool:
 
 
 def model_directory(path: str | Path) -> Path:
-    """`path` as a directory that exists, or the local copy of a hub id like `owner/name@revision`.
+    """`path` as a directory that exists, one that ships with the package (`milepost-tiny/NAME`), or the local
+    copy of a hub id like `owner/name@revision`.
 
     Raises:
         CheckpointFileError: it does not exist, is a file, or the hub cannot be reached.
     """
     directory = Path(path)
     if not directory.is_dir():
+        if str(path).startswith(_SHIPPED) and (ASSETS / path).is_dir():
+            return ASSETS / path
         if is_hub_id(str(path)) and not directory.exists():
             return snapshot_directory(str(path))
         raise CheckpointFileError(f"{directory} is not a directory; give a local directory with config.json")
