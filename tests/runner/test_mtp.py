@@ -179,6 +179,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16": ("kimi_linear", {"dtype": "bfloat16"}),
     "plain torch": ("qwen3_5", {"implementation": "reference"}),
     "no recurrent layer": ("qwen3_5", {"layer_types": ["full_attention"] * 5}),
+    "eagle3, bf16": ("llama:kimi_linear", {"dtype": "bfloat16"}),
+    "eagle3, bf16, latent": ("mla:qwen3_next", {"dtype": "bfloat16"}),
+    "eagle3, plain torch": ("llama:qwen3_5", {"implementation": "reference"}),
+    "eagle3, int8": ("llama:kimi_linear", {"quantization": "int8"}),
 }
 
 
@@ -192,9 +196,17 @@ def test_other_dtypes_kernels_and_patterns(variant: str, tmp_path: Path) -> None
     name, changes = VARIANTS[variant]
     changes = dict(changes)
     kernels = select_kernels(changes.pop("implementation", "auto"))
-    config, tensors = with_drafts(name, 2, context=0.1, **changes)
-    path = write_checkpoint(tmp_path, config, tensors=tensors)
-    model = load_model(path, num_draft_tokens=3, kernels=kernels)
+    options: dict[str, Any] = {"num_draft_tokens": 3, "quantization": changes.pop("quantization", None)}
+    layout, _, family = name.rpartition(":")
+    if layout:
+        path, drafter = write_pair(tmp_path, family, layout, context=0.1, target=changes)
+        options |= {"draft_method": "eagle3", "draft_model": drafter}
+    else:
+        config, tensors = with_drafts(name, 2, context=0.1, **changes)
+        path = write_checkpoint(tmp_path, config, tensors=tensors)
+    if options["quantization"] is None:
+        options["kernels"] = kernels
+    model = load_model(path, **options)
     without, engine = Engine(model), Engine(model, num_drafts=3, step_tokens=50)
     cold = Engine(model, num_drafts=3, is_caching=False, step_tokens=2048)
     for made in (without, engine, cold):
