@@ -130,7 +130,7 @@ def served_chain(model: LoadedModel, tokens: list[int], num_steps: int) -> list[
     drafts = model.drafts
     assert drafts is not None
     driver = Driver(load_model(FOLDER, dtype="float32"), match_unit=UNIT, cache_bytes=16 << 20)
-    taps = drafts.taps(driver.decoder_states(tokens))
+    taps = drafts.taps(driver.decoder_states(tokens, drafts.tap_layers))
     field = model.layout.attention[-1].token_fields[0]
     pages = torch.arange(-(-len(tokens) // UNIT))
     cache = {(field.layer, field.name): torch.zeros(len(pages), UNIT, field.width)}
@@ -159,3 +159,33 @@ def test_training_and_serving_compute_the_same(training: ModuleType) -> None:
     for ours, theirs in zip(trained, served, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=1e-3)
     assert float((served[0] - served[1]).abs().max()) > 0.1, "the steps do not differ at all"
+
+
+EAGLE3 = {"draft_method": "eagle3", "draft_model": "milepost-tiny/eagle3"}
+
+
+def test_training_and_serving_of_the_eagle3_drafter_compute_the_same(training: ModuleType) -> None:
+    from eagle3_drafter import Eagle3Config, Eagle3Drafter, target_taps
+    from export import load_exported
+    from safetensors.torch import load_file
+
+    model = load_model(FOLDER, dtype="float32", num_draft_tokens=1, **EAGLE3)
+    tokens = random_tokens(45, model.vocab_size, seed=4)
+    target, module = load_exported(FOLDER), Eagle3Drafter(Eagle3Config()).eval()
+    tensors = load_file(FOLDER / "eagle3" / "model.safetensors")
+    module.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+    with torch.no_grad():
+        taps, _, embedding = target_taps(target, torch.tensor([tokens]), module.config.target_layers)
+        outputs = module.steps(embedding(torch.tensor([tokens])), taps, 3)
+        trained = [(module.norm(out[:, -1]) @ target.lm_head.weight.T)[0].log_softmax(-1) for out in outputs]
+    served = served_chain(model, tokens, 3)
+    for ours, theirs in zip(trained, served, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=1e-3)
+    assert float((served[0] - served[1]).abs().max()) > 0.1, "the steps do not differ at all"
+
+
+def test_the_eagle3_drafter_is_small_and_uses_all_it_has() -> None:
+    report = check_checkpoint(FOLDER, num_draft_tokens=2, **EAGLE3)
+    assert not [name for name in report.unused_tensors if name.startswith("draft_model:")]
+    assert report.description.draft_parameters <= 420_000
+    assert (FOLDER / "eagle3" / "model.safetensors").stat().st_size < 1_000_000
