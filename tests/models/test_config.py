@@ -13,8 +13,8 @@ from tests.support.checkpoints import random_tensors, tiny_config
 
 from milepost.errors import CheckpointFileError, ConfigError
 from milepost.models import describe
-from milepost.models.description import count_parameters
 from milepost.models.layout import cache_layout
+from milepost.models.parameters import count_parameters
 from milepost.models.registry import parse_config
 
 
