@@ -4,10 +4,12 @@
 
 Three tables, one request at a time, answers compared with a run without drafts:
 
-* a scripted drafter: it knows the continuation and is wrong at a rate. "of ideal" divides the speed-up by
-  (tokens per step) / (cost of a verifying step), the cost being that of a step where everything is accepted.
-  What is missing from 1 is the replay of accepted rows after a rejection, and bookkeeping.
-* the same with adaptive lengths, in interleaved pairs with a run without drafts.
+* a scripted drafter: it knows the continuation and is wrong at a rate; --draft-ms makes it take so long per
+  draft. "of ideal" divides the speed-up by (tokens per step) / (verification + draft cost), both in steps
+  without drafts: the cost of a step in which everything is accepted, measured in the same round, and the
+  measured time of the drafter. What is missing from 1 is the replay after a rejection, and bookkeeping.
+* the same with adaptive lengths, in interleaved pairs with a run without drafts: the mean ratio and its 95 %
+  interval (Student's t).
 * ngram on a forced copy: the answer is made to repeat the prompt, as an edit of a file would.
 
 Exits with 1 if an answer differs.
@@ -16,7 +18,9 @@ Exits with 1 if an answer differs.
 from __future__ import annotations
 
 import argparse
+import math
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -51,14 +55,22 @@ class Scripted:
     num_prompt_tokens: int
     error_rate: float
     vocab_size: int
+    seconds_per_draft: float = 0.0
     rng: random.Random = field(default_factory=lambda: random.Random(1))
+    seconds: float = 0.0
 
     def propose(self, request_id: int, tokens: Sequence[int], max_drafts: int) -> Sequence[int]:
+        begun = time.perf_counter()
         done = len(tokens) - self.num_prompt_tokens
-        return [
+        drafts = [
             (token + 1) % self.vocab_size if self.rng.random() < self.error_rate else token
             for token in self.answer[done : done + max_drafts]
         ]
+        # A drafter computes: it does not sleep.
+        while time.perf_counter() - begun < self.seconds_per_draft * len(drafts):
+            pass
+        self.seconds += time.perf_counter() - begun
+        return drafts
 
     def forget(self, request_id: int) -> None:
         """Nothing is kept."""
@@ -71,6 +83,7 @@ class Run:
     tokens: list[int]
     seconds: list[float]
     emitted: list[int]
+    draft_seconds: float = 0.0
 
     @property
     def seconds_per_token(self) -> float:
@@ -79,6 +92,14 @@ class Run:
     @property
     def tokens_per_step(self) -> float:
         return sum(self.emitted) / len(self.emitted)
+
+    @property
+    def seconds_per_step(self) -> float:
+        return sum(self.seconds) / len(self.seconds)
+
+    @property
+    def draft_seconds_per_step(self) -> float:
+        return self.draft_seconds / len(self.seconds)
 
 
 def force(chunk: ChunkPlan, forced: Sequence[int], vocab_size: int) -> None:
@@ -118,7 +139,7 @@ def decode(
             updates = scheduler.commit(result)
             seconds = time.perf_counter() - begun
             if planner is not None:
-                planner.note_step(plan, seconds)
+                planner.note_step(plan, result, seconds)
             new = [token.token_id for update in updates for token in update.tokens]
             run.tokens += new
             if is_decode:
@@ -126,7 +147,15 @@ def decode(
                 run.emitted.append(len(new))
     finally:
         worker.close()
+    if planner is not None and isinstance(planner.drafter, Scripted):
+        run.draft_seconds = planner.drafter.seconds
     return run
+
+
+def scripted(
+    model: LoadedModel, plain: Run, prompt: array[int], rate: float, options: argparse.Namespace
+) -> Scripted:
+    return Scripted(plain.tokens, len(prompt), rate, model.vocab_size, options.draft_ms / 1e3)
 
 
 def scripted_table(
@@ -136,31 +165,50 @@ def scripted_table(
     runs: dict[float, list[Run]] = {}
     plains = []
     is_equal = True
+    decode(
+        model,
+        prompt,
+        options.tokens,
+        DraftPlanner(scripted(model, plain, prompt, 0.5, options), options.drafts),
+    )
     for _ in range(options.repetitions):
         plains.append(decode(model, prompt, options.tokens))
         for rate in dict.fromkeys([0.0, *options.error_rates]):
-            drafter = Scripted(plain.tokens, len(prompt), rate, model.vocab_size)
+            drafter = scripted(model, plain, prompt, rate, options)
             run = decode(model, prompt, options.tokens, DraftPlanner(drafter, options.drafts))
             is_equal &= run.tokens == plain.tokens
             runs.setdefault(rate, []).append(run)
-    base_step = median([median(run.seconds) for run in plains])
-    cost = median([median(run.seconds) for run in runs[0.0]]) / base_step
     rows = []
     for rate, several in runs.items():
-        speed_up = median([run.seconds_per_token for run in plains]) / median(
-            [run.seconds_per_token for run in several]
-        )
-        per_step = several[0].tokens_per_step
+        verifying, drafting, speed_ups, shares = [], [], [], []
+        for base, perfect, run in zip(plains, runs[0.0], several, strict=True):
+            step = base.seconds_per_step
+            drafting.append(run.draft_seconds_per_step / step)
+            verifying.append((perfect.seconds_per_step - perfect.draft_seconds_per_step) / step)
+            speed_ups.append(base.seconds_per_token / run.seconds_per_token)
+            shares.append(speed_ups[-1] * (verifying[-1] + drafting[-1]) / run.tokens_per_step)
         rows.append(
             {
                 "error_rate": rate,
-                "tokens_per_step": per_step,
-                "step_cost": cost,
-                "speed_up": speed_up,
-                "of_ideal": speed_up / (per_step / cost),
+                "tokens_per_step": several[0].tokens_per_step,
+                "verification_cost": median(verifying),
+                "draft_cost": median(drafting),
+                "speed_up": median(speed_ups),
+                "of_ideal": median(shares),
             }
         )
     return rows, is_equal
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of the mean."""
+    quantiles = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+    degrees = len(values) - 1
+    if degrees < 1:
+        return values[0], values[0]
+    quantile = quantiles[degrees - 1] if degrees <= len(quantiles) else 2.2
+    half = quantile * statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.mean(values) - half, statistics.mean(values) + half
 
 
 def adaptive_table(
@@ -173,14 +221,20 @@ def adaptive_table(
         ratios = []
         for _ in range(options.repetitions):
             base = decode(model, prompt, options.tokens)
-            drafter = Scripted(plain.tokens, len(prompt), rate, model.vocab_size)
+            drafter = scripted(model, plain, prompt, rate, options)
             planner = DraftPlanner(drafter, options.drafts, DraftLengths())
             run = decode(model, prompt, options.tokens, planner)
             is_equal &= run.tokens == plain.tokens
             ratios.append(base.seconds_per_token / run.seconds_per_token)
-        ratios.sort()
+        low, high = interval(ratios)
         rows.append(
-            {"error_rate": rate, "speed_up": median(ratios), "lowest": ratios[0], "highest": ratios[-1]}
+            {
+                "error_rate": rate,
+                "speed_up": statistics.mean(ratios),
+                "interval_low": low,
+                "interval_high": high,
+                "pairs": len(ratios),
+            }
         )
     return rows, is_equal
 
@@ -214,6 +268,9 @@ def main() -> int:
     parser.add_argument("model", nargs="?", default="100m", help="directory, or a size: " + ", ".join(SIZES))
     parser.add_argument("--error-rates", type=float, nargs="+", default=[0.0, 0.1, 0.2, 0.5, 1.0])
     parser.add_argument("--drafts", type=int, default=4)
+    parser.add_argument(
+        "--draft-ms", type=float, default=0.0, help="time the scripted drafter takes per draft"
+    )
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--repetitions", type=int, default=9)
@@ -231,15 +288,15 @@ def measure(model: LoadedModel, options: argparse.Namespace) -> int:
     rng = random.Random(3)
     prompt = array("I", [rng.randrange(model.vocab_size) for _ in range(options.prompt_tokens)])
     plain = decode(model, prompt, options.tokens)
-    scripted, scripted_equal = scripted_table(model, prompt, plain, options)
+    fixed, fixed_equal = scripted_table(model, prompt, plain, options)
     adaptive, adaptive_equal = adaptive_table(model, prompt, plain, options)
     copied, copied_equal = copy_table(model, prompt, options)
-    show(f"Scripted drafter, {options.drafts} drafts in every step", scripted)
+    show(f"Scripted drafter, {options.drafts} drafts in every step", fixed)
     show("Scripted drafter, adaptive length", adaptive)
     show("ngram on a forced copy", copied)
-    results = {"scripted": scripted, "adaptive": adaptive, "copy": copied, "kernels": model.kernels.numerics}
+    results = {"scripted": fixed, "adaptive": adaptive, "copy": copied, "kernels": model.kernels.numerics}
     write_json(options.json, "speculation", calibration, results)
-    if not (scripted_equal and adaptive_equal and copied_equal):
+    if not (fixed_equal and adaptive_equal and copied_equal):
         console.print("answers differ from those without drafts")
         return 1
     return 0
