@@ -170,7 +170,7 @@ class Driver:
         original = self.worker.hidden_states
 
         def spy(plan: StepPlan):  # type: ignore[no-untyped-def]
-            batch, hidden = original(plan)
+            batch, hidden = original(plan, taps)
             seen.append(hidden)
             return batch, hidden
 
