@@ -169,7 +169,7 @@ class Driver:
         seen: list[torch.Tensor] = []
         original = self.worker.hidden_states
 
-        def spy(plan: StepPlan):  # type: ignore[no-untyped-def]
+        def spy(plan: StepPlan, taps: LayerTaps | None = None) -> tuple[Batch, torch.Tensor]:
             batch, hidden = original(plan, taps)
             seen.append(hidden)
             return batch, hidden
