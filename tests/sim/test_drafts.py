@@ -227,6 +227,22 @@ def wrong_state(groups: slice, *, only_on_boundaries: bool = False) -> Callable[
     return plant
 
 
+def state_after_a_padded_row(patch: pytest.MonkeyPatch) -> None:
+    """Chunks of a step are padded to the longest one, and the state has read the padding."""
+    write = FingerprintWorker._write
+
+    def write_padded(self: FingerprintWorker, chunk: ChunkPlan, starts: dict[int, int]) -> ChunkResult | None:
+        result = write(self, chunk, starts)
+        if result is not None and chunk.num_samples and not chunk.num_drafts and len(starts) > 1:
+            path = self._truth[chunk.request_id].path[chunk.end : chunk.end + 1]
+            self.tree.extend(path, array("I", [0]))
+            for group, slot in enumerate(chunk.running_slots):
+                self._set_slot(group, slot, path[-1])
+        return result
+
+    patch.setattr(FingerprintWorker, "_write", write_padded)
+
+
 def state_written_in_place(patch: pytest.MonkeyPatch) -> None:
     """Verification writes the slot it starts from."""
     patch.setattr("milepost.core.drafts._part", lambda cache, lease, reservation, now: True)
@@ -267,6 +283,7 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a checkpoint while a rollback is pending": checkpoint_while_a_rollback_is_pending,
     "the state holds rejected rows": wrong_state(slice(None)),
     "one group rewound and not the other": wrong_state(slice(1, None)),
+    "the state after a padded row": state_after_a_padded_row,
     "verified in place": state_written_in_place,
     "the slot before is leaked": slot_left_behind,
     "drafts accepted unseen": drafts_accepted_unseen,
