@@ -106,28 +106,8 @@ def recurrent_index(lengths: list[int]) -> RecurrentIndex:
     for length in lengths:
         spans.append(RowSpan(row, row + length, 0))
         row += length
-    tails, raw, ends = [], [], []
-    for number, span in enumerate(spans):
-        base = span.first_row + 3 * number
-        tails += range(base, base + 3)
-        raw += range(base + 3, base + 3 + span.length)
-        ends += range(base + span.length, base + span.length + 3)
-    singles = [number for number, length in enumerate(lengths) if length == 1]
-    slots = torch.arange(len(lengths))
-    return RecurrentIndex(
-        spans=tuple(spans),
-        initial_slots=slots,
-        starts_at_zero=torch.zeros(len(lengths), dtype=torch.bool),
-        any_zero=False,
-        exports=(),
-        write_slots=slots,
-        extended_raw_rows=torch.tensor(raw),
-        extended_tail_rows=torch.tensor(tails),
-        extended_write_rows=torch.tensor(ends),
-        single_sequences=tuple(singles),
-        single_rows=torch.tensor([spans[number].first_row for number in singles], dtype=torch.int64),
-        single_indices=torch.tensor(singles, dtype=torch.int64),
-    )
+    slots = tuple(range(len(lengths)))
+    return RecurrentIndex(tuple(spans), slots, slots, exports=(), tail_rows=3)
 
 
 def measure_kda(repetitions: int) -> list[Row]:

@@ -4,7 +4,8 @@
     python bench/loading.py MODEL --repetitions 5
 
 Both run in fresh processes, in turns: reading every file into one buffer, and `load_model` (imports are not
-counted: they do not depend on the size). *cold*: the files' pages are dropped from the page cache before
+counted: they do not depend on the size). Native kernels pack weights on every CPU they may use; `--cpus 1`
+leaves them one. *cold*: the files' pages are dropped from the page cache before
 (Linux, clean pages only); *warm*: they are in it. What drops out is how much faster than the disk, and than
 memory, weights are checked, converted and packed.
 """
@@ -80,8 +81,10 @@ def timed(kind: str, directory: Path) -> dict[str, float]:
     return times
 
 
-def measure(directory: Path, repetitions: int) -> dict[str, Any]:
+def measure(directory: Path, repetitions: int, num_cpus: int | None) -> dict[str, Any]:
     """Samples of both kinds, cold and warm, in turns; the first round warms up and is left out."""
+    if num_cpus is not None:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:num_cpus])
     files = weight_files(directory)
     samples: dict[str, list[dict[str, float]]] = {}
     path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
@@ -125,6 +128,7 @@ def main() -> int:
     )
     parser.add_argument("model", nargs="?", type=Path, help="default: a random one of 1 GB, then removed")
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--cpus", type=int, help="use so many of the CPUs (Linux)")
     parser.add_argument("--json", type=Path, default=RESULTS / "loading.json")
     parser.add_argument("--child", choices=KINDS, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -134,10 +138,11 @@ def main() -> int:
     calibration = calibration_ms()
     with tempfile.TemporaryDirectory() as folder:
         directory = options.model or make_size(Path(folder) / SIZE, SIZE)
-        result = measure(directory, options.repetitions)
+        result = measure(directory, options.repetitions, options.cpus)
     report(result)
     print_machine(calibration)
-    console.print("one thread per process", highlight=False)
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    console.print(f"{cpus} CPUs to pack weights on", highlight=False)
     write_json(options.json, "loading", calibration, result)
     return 0
 

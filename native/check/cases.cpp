@@ -27,9 +27,12 @@ class Weight {
     packed.paired = paired;
     memory_.assign(size_t(packed.bytes()) + 64, char(0xFF));
     packed.data = memory_.data() + (64 - reinterpret_cast<uintptr_t>(memory_.data()) % 64) % 64;
+    const Rows rows = source.view();
+    const PackPart part{static_cast<const char*>(rows.data), rows.stride, n * (paired ? 2 : 1) * groups};
     PackArgs args{};
-    args.source = source.view();
-    args.group = n * (paired ? 2 : 1) * args.source.stride;
+    args.parts = &part;
+    args.num_parts = 1;
+    args.group = n * (paired ? 2 : 1) * rows.stride;
     args.target = packed;
     kernels().pack(args);
   }

@@ -5,6 +5,7 @@ from milepost_kernels._native import (
     Experts,
     PackedWeight,
     RecurrentPlan,
+    Tape,
     attend,
     attend_latents,
     available_isas,
@@ -20,6 +21,7 @@ from milepost_kernels._native import (
     pack,
     pack_integers,
     pack_mxfp4,
+    pack_parts,
     rms_norm,
     set_isa,
     set_num_threads,
@@ -29,10 +31,10 @@ from milepost_kernels._native import (
 __version__ = "0.1.0"
 API_VERSION = 2
 """Raised with every change of a signature; Milepost refuses another one."""
-API_REVISION = 2
+API_REVISION = 3
 """Raised with every addition; Milepost does without what an older library lacks.
 
-1: coded weights; 2: expanded latents.
+1: coded weights; 2: expanded latents; 3: packing of stored parts, tapes.
 """
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "Experts",
     "PackedWeight",
     "RecurrentPlan",
+    "Tape",
     "attend",
     "attend_latents",
     "available_isas",
@@ -57,6 +60,7 @@ __all__ = [
     "pack",
     "pack_integers",
     "pack_mxfp4",
+    "pack_parts",
     "rms_norm",
     "set_isa",
     "set_num_threads",

@@ -34,36 +34,14 @@ def recurrent_index(
     exports: Sequence[tuple[int, int, int]] = (),
     tail_rows: int = 3,
 ) -> RecurrentIndex:
-    """`exports`: (sequence, offset, slot). -1 as an initial slot means zeros."""
+    """`exports`: (sequence, offset, slot). ZERO_STATE as an initial slot means zeros."""
     spans = spans_of(lengths, positions)
-    raw: list[int] = []
-    tails: list[int] = []
-    bases: list[int] = []
-    for number, span in enumerate(spans):
-        base = span.first_row + number * tail_rows
-        bases.append(base)
-        tails += range(base, base + tail_rows)
-        raw += range(base + tail_rows, base + tail_rows + span.length)
-    ends = [base + span.length for base, span in zip(bases, spans, strict=True)]
-    ends += [bases[sequence] + offset for sequence, offset, _ in exports]
-    singles = [number for number, span in enumerate(spans) if span.length == 1]
-
-    def ints(values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(list(values), dtype=torch.int64)
-
     return RecurrentIndex(
         spans=spans,
-        initial_slots=ints([max(slot, 0) for slot in initial_slots]),
-        starts_at_zero=torch.tensor([slot < 0 for slot in initial_slots]),
-        any_zero=any(slot < 0 for slot in initial_slots),
-        exports=tuple(StateExportIndex(sequence, offset) for sequence, offset, _ in exports),
-        write_slots=ints([*running_slots, *(slot for _, _, slot in exports)]),
-        extended_raw_rows=ints(raw),
-        extended_tail_rows=ints(tails),
-        extended_write_rows=ints([end + row for end in ends for row in range(tail_rows)]),
-        single_sequences=tuple(singles),
-        single_rows=ints([spans[number].first_row for number in singles]),
-        single_indices=ints(singles),
+        initial=tuple(initial_slots),
+        running=tuple(running_slots),
+        exports=tuple(StateExportIndex(*export) for export in exports),
+        tail_rows=tail_rows,
     )
 
 

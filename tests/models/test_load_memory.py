@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import save_file
 from tests.support.families import FAMILIES, write_family
 
+from milepost.kernels.stored import CHECKED_AT_ONCE, is_finite
 from milepost.models import load_model
-from milepost.models.weights import _CHECKED_AT_ONCE, WeightReader, _is_finite
+from milepost.models.weights import WeightReader
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -63,18 +64,18 @@ def test_a_loaded_model_keeps_no_copy_in_the_maps_of_its_files(family: str, tmp_
 
 
 def test_checks_for_nan_look_at_every_piece() -> None:
-    for position in (0, _CHECKED_AT_ONCE - 1, _CHECKED_AT_ONCE, 2 * _CHECKED_AT_ONCE + 6):
+    for position in (0, CHECKED_AT_ONCE - 1, CHECKED_AT_ONCE, 2 * CHECKED_AT_ONCE + 6):
         for dtype in (torch.bfloat16, torch.float32):
-            tensor = torch.zeros(2 * _CHECKED_AT_ONCE + 7, dtype=dtype)
-            assert _is_finite(tensor)
+            tensor = torch.zeros(2 * CHECKED_AT_ONCE + 7, dtype=dtype)
+            assert is_finite(tensor)
             tensor[position] = torch.finfo(dtype).max
             tensor[0] = torch.finfo(dtype).max
-            assert _is_finite(tensor.reshape(-1, 1))
+            assert is_finite(tensor.reshape(-1, 1))
             for value in ("nan", "inf", "-inf"):
                 tensor[position] = float(value)
-                assert not _is_finite(tensor)
-    assert _is_finite(torch.empty(0, 4))
-    assert not _is_finite(torch.tensor(float("nan")))
+                assert not is_finite(tensor)
+    assert is_finite(torch.empty(0, 4))
+    assert not is_finite(torch.tensor(float("nan")))
 
 
 _SCRIPT = """

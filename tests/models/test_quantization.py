@@ -14,7 +14,7 @@ from milepost.engine.memory import held_weight_bytes, weight_bytes
 from milepost.errors import ConfigError
 from milepost.kernels.api import select_kernels
 from milepost.kernels.native_library import native_library
-from milepost.kernels.reference_coded import IntegerWeight, Mxfp4Weight
+from milepost.kernels.reference_coded import IntegerWeight, Mxfp4Weight, read
 from milepost.models import load_model
 from milepost.models.description import describe, read_spec
 from milepost.models.identity import fingerprint
@@ -131,7 +131,9 @@ def num_bytes(weight: Any) -> int:
         return weight.scheme.num_bytes(weight.codes.numel())
     if isinstance(weight, Mxfp4Weight):
         return weight.packed.numel() + weight.scales.numel()
-    return int(weight.nbytes)
+    known = read(weight)
+    assert isinstance(known, torch.Tensor)
+    return int(known.nbytes)
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))

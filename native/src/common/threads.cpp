@@ -8,6 +8,7 @@
 #include <exception>
 #include <mutex>
 #include <new>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -154,6 +155,24 @@ void run_items(int64_t num_items, ItemFunction function, const void* args, bool 
   } else {
     job.work();
   }
+  if (job.error) std::rethrow_exception(job.error);
+}
+
+void run_items_once(int64_t num_items, ItemFunction function, const void* args, int threads) {
+  Job job{};
+  job.num_items = num_items;
+  job.function = function;
+  job.args = args;
+  std::vector<std::thread> helpers;
+  for (int64_t i = 1; i < threads && i < num_items; i++) {
+    try {
+      helpers.emplace_back([&job] { job.work(); });
+    } catch (const std::system_error&) {
+      break;  // as many as the system allows
+    }
+  }
+  job.work();
+  for (std::thread& helper : helpers) helper.join();
   if (job.error) std::rethrow_exception(job.error);
 }
 

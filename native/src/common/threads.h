@@ -13,6 +13,9 @@ using ItemFunction = void (*)(const void* args, int64_t item);
 // Rounding mode and denormals are the IEEE defaults inside, whatever the caller has set.
 void run_items(int64_t num_items, ItemFunction function, const void* args, bool parallel);
 
+// The same in up to `threads` threads that exist for this call only.
+void run_items_once(int64_t num_items, ItemFunction function, const void* args, int threads);
+
 int num_threads();
 void set_num_threads(int count);
 

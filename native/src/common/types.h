@@ -75,11 +75,20 @@ struct LinearArgs {
   bool serial = false;  // in the calling thread alone: it is one of those that share an item already
 };
 
+// Rows of a weight that lie in one tensor, of the type of the packed weight.
+struct PackPart {
+  const char* data;
+  int64_t stride;  // elements between rows
+  int64_t rows;
+};
+
 struct PackArgs {
-  Rows source;              // [n, k] rows of group 0 (paired: [2n, k])
+  const PackPart* parts;    // one below the other: [n, k] rows of group 0 (paired: [2n, k])
+  int64_t num_parts;
   int64_t group = 0;        // elements between groups
   int64_t column = 1;       // elements between neighbours along k
   Packed target;
+  int threads = 1;
 };
 
 struct PackCodedArgs {
@@ -223,7 +232,8 @@ struct KernelTable {
   bool fused;
   // Bits that tell one CPU's roundings from another's, where an instruction leaves them open; else 0.
   uint32_t (*probe)();
-  void (*pack)(const PackArgs&);
+  // Returns the number of the first part that holds NaN or infinity, or -1.
+  int64_t (*pack)(const PackArgs&);
   void (*pack_coded)(const PackCodedArgs&);
   void (*linear)(const LinearArgs&);
   void (*rms_norm)(const NormArgs&);

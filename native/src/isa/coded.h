@@ -1,4 +1,5 @@
-// Products with coded weights (integers or 4-bit floats with scales), decoded in registers or panel by panel.
+// Products with coded weights (integers or 4-bit floats with scales): decoded in registers for the rows of one tile,
+// panel by panel for more.
 //
 // int8, int4: per scale group one chain over its inputs, from zero, ascending; then total = scale * sum + total,
 // groups ascending. mxfp4: decoded values are bf16, so the chain is the one of plain bf16 weights.
@@ -93,20 +94,21 @@ struct Mxfp4 {
 #endif
 };
 
-// One or two rows and PANELS panels, everything in registers. Rows as `pack_rows` lays them out.
-template <class Code, bool dot, int ROWS, int PANELS>
+// ROWS rows and PANELS panels, VECS vectors of each: every code is decoded once, in registers, and meets all rows.
+// Rows as `pack_rows` lays them out.
+template <class Code, bool dot, int ROWS, int PANELS, int VECS>
 struct CodedProduct {
-  static constexpr int kVecs = 2 * PANELS;
-  Vec sums[ROWS][kVecs], totals[ROWS][kVecs], scales[kVecs];
+  static constexpr int kVecs = PANELS * VECS;
+  Vec sums[ROWS][kVecs], scales[kVecs];
 
   template <int PAIR>
-  MP_INLINE void pair(const float* x, const char* chunks, int64_t panel_bytes) {
+  MP_INLINE void pair(const float* x, const char* chunks, int64_t panel_bytes, int first_half) {
 #if defined(MP_DOT)
     if (dot) {
       __m512bh w[kVecs];
       MP_UNROLL
       for (int v = 0; v < kVecs; v++)
-        w[v] = (__m512bh)Code::template pairs<PAIR>(chunks + v / 2 * panel_bytes, v % 2, scales[v]);
+        w[v] = (__m512bh)Code::template pairs<PAIR>(chunks + v / VECS * panel_bytes, first_half + v % VECS, scales[v]);
       MP_UNROLL
       for (int r = 0; r < ROWS; r++) {
         int lane;
@@ -121,7 +123,7 @@ struct CodedProduct {
     Vec low[kVecs], high[kVecs];
     MP_UNROLL
     for (int v = 0; v < kVecs; v++)
-      Code::template decode<PAIR>(chunks + v / 2 * panel_bytes, v % 2, scales[v], &low[v], &high[v]);
+      Code::template decode<PAIR>(chunks + v / VECS * panel_bytes, first_half + v % VECS, scales[v], &low[v], &high[v]);
     MP_UNROLL
     for (int r = 0; r < ROWS; r++) {
       const Vec first = set1(x[2 * PAIR * ROWS + r]), second = set1(x[(2 * PAIR + 1) * ROWS + r]);
@@ -130,45 +132,67 @@ struct CodedProduct {
     }
   }
 
-  MP_INLINE void run(const Packed& w, const float* x, const char* panels, float* c) {
+  // c[r][p * 32 + j]; the totals of scaled sums live there from group to group.
+  MP_INLINE void add_group(float* c, bool first, int first_half) const {
+    MP_UNROLL
+    for (int r = 0; r < ROWS; r++)
+      MP_UNROLL
+      for (int v = 0; v < kVecs; v++) {
+        float* total = c + r * PANELS * kPanel + v / VECS * kPanel + (first_half + v % VECS) * kLanes;
+        store(total, Code::kScalesSums ? fma(scales[v], sums[r][v], first ? zero() : load(total)) : sums[r][v]);
+      }
+  }
+
+  MP_INLINE void clear() {
+    MP_UNROLL
+    for (int r = 0; r < ROWS; r++)
+      MP_UNROLL
+      for (int v = 0; v < kVecs; v++) sums[r][v] = zero();
+  }
+
+  MP_INLINE void run(const Packed& w, const float* x, const char* panels, float* c, int first_half) {
     const int64_t panel_bytes = w.panel_bytes(), block_bytes = w.block_bytes(), num_groups = w.scale_groups();
     constexpr int kStep = (dot ? kChunk / 2 : kChunk) * ROWS;
-    MP_UNROLL
-    for (int r = 0; r < ROWS; r++)
-      MP_UNROLL
-      for (int v = 0; v < kVecs; v++) sums[r][v] = totals[r][v] = zero();
+    clear();
     for (int64_t g = 0; g < num_groups; g++, panels += block_bytes) {
       MP_UNROLL
-      for (int v = 0; v < kVecs; v++) scales[v] = Code::scale(panels + v / 2 * panel_bytes, v % 2);
+      for (int v = 0; v < kVecs; v++) scales[v] = Code::scale(panels + v / VECS * panel_bytes, first_half + v % VECS);
       const char* chunks = panels + Code::kScaleBytes;
       for (int64_t i = 0; i < w.group / kChunk; i++, chunks += Code::kChunkBytes, x += kStep) {
-        pair<0>(x, chunks, panel_bytes);
-        pair<1>(x, chunks, panel_bytes);
-        pair<2>(x, chunks, panel_bytes);
-        pair<3>(x, chunks, panel_bytes);
+        MP_UNROLL
+        for (int line = 0; line < PANELS * Code::kChunkBytes; line += 64)
+          prefetch(chunks + line / Code::kChunkBytes * panel_bytes + line % Code::kChunkBytes + kPrefetchBytes / 2);
+        pair<0>(x, chunks, panel_bytes, first_half);
+        pair<1>(x, chunks, panel_bytes, first_half);
+        pair<2>(x, chunks, panel_bytes, first_half);
+        pair<3>(x, chunks, panel_bytes, first_half);
       }
       if (!Code::kScalesSums) continue;
-      MP_UNROLL
-      for (int r = 0; r < ROWS; r++)
-        MP_UNROLL
-        for (int v = 0; v < kVecs; v++) {
-          totals[r][v] = fma(scales[v], sums[r][v], totals[r][v]);
-          sums[r][v] = zero();
-        }
+      add_group(c, g == 0, first_half);
+      clear();
     }
-    MP_UNROLL
-    for (int r = 0; r < ROWS; r++)
-      MP_UNROLL
-      for (int v = 0; v < kVecs; v++)
-        store(c + r * kVecs * kLanes + v * kLanes, Code::kScalesSums ? totals[r][v] : sums[r][v]);
+    if (!Code::kScalesSums) add_group(c, true, first_half);
   }
 };
 
-// c[r][p * 32 + j] for 1 or 2 rows of PANELS panels.
 template <class Code, bool dot, int ROWS, int PANELS>
 void multiply_coded(const Packed& w, const float* x, const char* panels, float* c) {
-  CodedProduct<Code, dot, ROWS, PANELS> product;
-  product.run(w, x, panels, c);
+  constexpr int kVecs = PANELS == 1 ? kTileVecs : 2;
+  MP_UNROLL
+  for (int half = 0; half < 2; half += kVecs) {
+    CodedProduct<Code, dot, ROWS, PANELS, kVecs> product;
+    product.run(w, x, panels, c, half);
+  }
+}
+
+using CodedFunction = void (*)(const Packed&, const float*, const char*, float*);
+// One panel, for the rows of one tile.
+template <class Code, bool dot>
+inline CodedFunction tile_function(int64_t rows) {
+#define MP_CODED(n) multiply_coded<Code, dot, (n <= kTileRows ? n : 1), 1>
+  static const CodedFunction functions[] = MP_ROW_FUNCTIONS(MP_CODED);
+#undef MP_CODED
+  return functions[rows - 1];
 }
 
 template <class Code, int PAIR>
@@ -268,6 +292,15 @@ inline void coded_item(const void* job_pointer, int64_t item) {
       finish_rows(a, 0, panel + 1, 0, a.rows, c + kPanel, 2 * kPanel);
     }
   }
+  if (job.tiles == 1) {
+    const CodedFunction product = tile_function<Code, dot>(a.rows);
+    for (; panel < end_panel; panel++) {
+      product(w, job.rows, weights + panel * w.panel_bytes(), c);
+      finish_rows(a, 0, panel, 0, a.rows, c, kPanel);
+    }
+    return;
+  }
+  // Several tiles share what was decoded.
   uint32_t* pairs = scratch_of<uint32_t>(kDecoded, w.depth() / 2 * kPanel);
   for (; panel < end_panel; panel++) {
     decode_panel<Code>(w, weights + panel * w.panel_bytes(), pairs);

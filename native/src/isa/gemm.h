@@ -42,6 +42,11 @@ inline Vec rounded(Vec x, Type type) {
 // Sums must become registers, so every loop over them has to disappear.
 #define MP_UNROLL _Pragma("GCC unroll 16")
 
+// Weights are read once and in order, but hardware prefetchers stop at every page of 4 KiB, and products of several
+// rows compute too long between two lines for the CPU to look that far ahead itself. Those of one or two do not.
+constexpr int64_t kPrefetchBytes = 4096;
+MP_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
 // How 16-bit weights share a 32-bit lane.
 enum class Panel {
   wide,          // fp32: [k][32]
@@ -149,8 +154,11 @@ MP_INLINE void multiply_dot_onto(Accumulators<Panel::depth_pairs, ROWS, PANELS, 
   for (int64_t pair = 0; pair < pairs; pair++, x += x_step) {
     __m512bh w[PANELS * 2];
     MP_UNROLL
-    for (int v = 0; v < PANELS * 2; v++)
-      w[v] = (__m512bh)_mm512_loadu_si512(panels + v / 2 * panel_bytes + (pair * kPanel + v % 2 * kLanes) * 4);
+    for (int v = 0; v < PANELS * 2; v++) {
+      const char* line = panels + v / 2 * panel_bytes + (pair * kPanel + v % 2 * kLanes) * 4;
+      w[v] = (__m512bh)_mm512_loadu_si512(line);
+      if (ROWS > 2) prefetch(line + kPrefetchBytes);
+    }
     MP_UNROLL
     for (int r = 0; r < ROWS; r++) {
       const __m512bh xr = (__m512bh)_mm512_set1_epi32(int(x[r]));
@@ -314,7 +322,7 @@ inline int64_t tile_rows(const LinearArgs& a, int64_t tile) {
   return left < kTileRows ? left : kTileRows;
 }
 
-inline void pack_item(const void* job_pointer, int64_t item) {
+inline void pack_rows_item(const void* job_pointer, int64_t item) {
   const LinearJob& job = *static_cast<const LinearJob*>(job_pointer);
   const LinearArgs& a = *job.args;
   const int64_t group = item / job.tiles, tile = item % job.tiles;
@@ -371,7 +379,7 @@ inline void linear(const LinearArgs& a) {
   job.panels_per_item = 8;
   job.panel_items = (w.panels() + job.panels_per_item - 1) / job.panels_per_item;
   const bool parallel = !a.serial && w.groups * w.n * w.k * (a.rows + 8) > (1 << 20);
-  run_items(w.groups * job.tiles, pack_item, &job, parallel && a.rows > 32);
+  run_items(w.groups * job.tiles, pack_rows_item, &job, parallel && a.rows > 32);
   run_items(w.groups * job.blocks * job.panel_items, function_of(a), &job, parallel);
 }
 
@@ -386,60 +394,132 @@ inline int64_t source_row(const Packed& w, int64_t panel, int64_t column) {
   return column < kLanes ? row : w.n + row;
 }
 
-inline float value_at(const PackArgs& a, int64_t group, int64_t row, int64_t k) {
-  const char* p = a.source.at(row, group * a.group + k * a.column);
-  if (a.source.type == Type::f32) {
-    float x;
-    std::memcpy(&x, p, 4);
-    return x;
-  }
-  uint16_t bits;
-  std::memcpy(&bits, p, 2);
-  const uint32_t wide = uint32_t(bits) << 16;
-  float x;
-  std::memcpy(&x, &wide, 4);
-  return x;
+// The part that holds row `row`, which then counts within the part.
+inline int64_t part_of(const PackArgs& a, int64_t* row) {
+  int64_t part = 0;
+  for (; *row >= a.parts[part].rows; part++) *row -= a.parts[part].rows;
+  return part;
 }
 
-// A full panel of bf16 rows without gaps, two values at a time; false if it is none.
-inline bool pack_pairs(const PackArgs& a, int64_t group, int64_t panel, char* target) {
+inline const char* row_start(const PackArgs& a, int64_t group, int64_t row) {
+  const PackPart& part = a.parts[part_of(a, &row)];
+  return part.data + (row * part.stride + group * a.group) * item_bytes(a.target.type);
+}
+
+// A panel without padding columns whose rows have no gaps: a block of 16 columns by 16 fp32, or by 16 pairs of
+// bf16, at a time, so that every line of memory is read once. False if it is not such a panel.
+inline bool pack_blocks(const PackArgs& a, int64_t group, int64_t panel, char* target) {
   const Packed& w = a.target;
-  if (w.type != Type::bf16 || a.source.type != Type::bf16 || a.column != 1 || w.k % 2) return false;
+  const bool pairs = w.type == Type::bf16;
+  if (a.column != 1 || (pairs && w.k % 2)) return false;
   const char* rows[kPanel];
   for (int64_t column = 0; column < kPanel; column++) {
     const int64_t row = source_row(w, panel, column);
     if (row < 0) return false;
-    rows[column] = a.source.at(row, group * a.group);
+    rows[column] = row_start(a, group, row);
   }
-  for (int64_t pair = 0; pair < w.k / 2; pair++)
+  const int64_t units = pairs ? w.k / 2 : w.k;
+  int64_t unit = 0;
+  for (; unit + kLanes <= units; unit += kLanes)
+    for (int half = 0; half < kPanel; half += kLanes)
+      transpose_of(reinterpret_cast<uint32_t*>(target) + unit * kPanel + half, kPanel,
+                   [&](int i) { return rows[half + i] + unit * 4; });
+  for (; unit < units; unit++)
     for (int64_t column = 0; column < kPanel; column++)
-      std::memcpy(target + (pair * kPanel + column) * 4, rows[column] + pair * 4, 4);
+      std::memcpy(target + (unit * kPanel + column) * 4, rows[column] + unit * 4, 4);
+  std::memset(target + units * kPanel * 4, 0, size_t(w.panel_bytes() - units * kPanel * 4));  // behind an odd k
   return true;
 }
 
-inline void pack_panel(const void* args, int64_t item) {
-  const PackArgs& a = *static_cast<const PackArgs*>(args);
+// Value by value: any strides, padding, an odd k.
+inline void pack_values(const PackArgs& a, int64_t group, int64_t panel, char* target) {
   const Packed& w = a.target;
-  const int64_t group = item / w.panels(), panel = item % w.panels();
-  char* target = static_cast<char*>(w.data) + item * w.panel_bytes();
-  if (pack_pairs(a, group, panel, target)) return;
+  const int64_t bytes = item_bytes(w.type);
   for (int64_t column = 0; column < kPanel; column++) {
     const int64_t row = source_row(w, panel, column);
+    const char* source = row < 0 ? nullptr : row_start(a, group, row);
     for (int64_t k = 0; k < w.depth(); k++) {
-      const float x = row < 0 || k >= w.k ? 0.0f : value_at(a, group, row, k);
-      if (w.type == Type::f32) {
-        reinterpret_cast<float*>(target)[k * kPanel + column] = x;
-      } else {
-        // The value is a bf16 already: its upper half is all of it.
-        uint32_t bits;
-        std::memcpy(&bits, &x, 4);
-        reinterpret_cast<uint16_t*>(target)[(k / 2 * kPanel + column) * 2 + k % 2] = uint16_t(bits >> 16);
-      }
+      const int64_t place = w.type == Type::f32 ? k * kPanel + column : (k / 2 * kPanel + column) * 2 + k % 2;
+      if (source == nullptr || k >= w.k) std::memset(target + place * bytes, 0, size_t(bytes));
+      else std::memcpy(target + place * bytes, source + k * a.column * bytes, size_t(bytes));
     }
   }
 }
 
-inline void pack(const PackArgs& a) { run_items(a.target.groups * a.target.panels(), pack_panel, &a, true); }
+// Whether there is a NaN or an infinity among the values of a panel, the last of which may be short.
+inline bool has_not_finite(const char* panel, int64_t bytes, Type type) {
+  if (type == Type::f32) {
+    int32_t largest = 0;
+    for (int64_t i = 0; i < bytes; i += 4) {
+      int32_t bits;
+      std::memcpy(&bits, panel + i, 4);
+      bits &= 0x7FFFFFFF;
+      largest = bits > largest ? bits : largest;
+    }
+    return largest >= 0x7F800000;
+  }
+  int16_t largest = 0;
+  for (int64_t i = 0; i < bytes; i += 2) {
+    int16_t bits;
+    std::memcpy(&bits, panel + i, 2);
+    bits = int16_t(bits & 0x7FFF);
+    largest = bits > largest ? bits : largest;
+  }
+  return largest >= 0x7F80;
+}
+
+// The first part among the rows of a panel that holds a value that is not finite.
+inline int64_t first_not_finite(const PackArgs& a, int64_t group, int64_t panel) {
+  const int64_t bytes = item_bytes(a.target.type);
+  int64_t first = a.num_parts;
+  for (int64_t column = 0; column < kPanel; column++) {
+    int64_t row = source_row(a.target, panel, column);
+    if (row < 0) continue;
+    const char* source = row_start(a, group, row);
+    const int64_t part = part_of(a, &row);
+    for (int64_t k = 0; k < a.target.k && part < first; k++)
+      if (has_not_finite(source + k * a.column * bytes, bytes, a.target.type)) first = part;
+  }
+  return first;
+}
+
+struct PackJob {
+  const PackArgs* args;
+  int64_t panels_per_item;
+  int64_t* first_not_finite;  // the smallest of all panels
+};
+
+inline void pack_item(const void* job_pointer, int64_t item) {
+  const PackJob& job = *static_cast<const PackJob*>(job_pointer);
+  const PackArgs& a = *job.args;
+  const Packed& w = a.target;
+  const int64_t panels = w.groups * w.panels(), first = item * job.panels_per_item;
+  const int64_t end = first + job.panels_per_item < panels ? first + job.panels_per_item : panels;
+  for (int64_t at = first; at < end; at++) {
+    const int64_t group = at / w.panels(), panel = at % w.panels();
+    char* target = static_cast<char*>(w.data) + at * w.panel_bytes();
+    if (!pack_blocks(a, group, panel, target)) pack_values(a, group, panel, target);
+    if (!has_not_finite(target, w.panel_bytes(), w.type)) continue;
+    const int64_t part = first_not_finite(a, group, panel);
+    int64_t known = __atomic_load_n(job.first_not_finite, __ATOMIC_RELAXED);
+    while (part < known && !__atomic_compare_exchange_n(job.first_not_finite, &known, part, false, __ATOMIC_RELAXED,
+                                                         __ATOMIC_RELAXED)) {
+    }
+  }
+}
+
+// Threads take neighbouring panels of at least two large pages, so that not all of them wait for the same page.
+constexpr int64_t kPackItemBytes = 4 << 20;
+
+inline int64_t pack(const PackArgs& a) {
+  const Packed& w = a.target;
+  const int64_t panels = w.groups * w.panels(), rounds = w.bytes() / (a.threads * kPackItemBytes);
+  const int64_t items = w.bytes() < kPackItemBytes / 2 ? 1 : a.threads * (rounds < 1 ? 1 : rounds);
+  int64_t first = a.num_parts;
+  PackJob job{&a, (panels + items - 1) / items, &first};
+  run_items_once((panels + job.panels_per_item - 1) / job.panels_per_item, pack_item, &job, a.threads);
+  return first < a.num_parts ? first : -1;
+}
 
 }  // namespace MP_ISA
 }  // namespace milepost

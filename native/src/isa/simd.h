@@ -113,9 +113,11 @@ inline float sum_of_eight(__m256 x) {
 inline float sum(Vec a) {
   return sum_of_eight(_mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1)));
 }
-inline void transpose(uint32_t* block, const uint32_t* rows, int64_t row_step, int64_t out_step) {
+// block[j * out_step + i] = lane j of row i, where row(i) is an address of any alignment.
+template <class Row>
+inline __attribute__((always_inline)) void transpose_of(uint32_t* block, int64_t out_step, Row row) {
   __m512i r[16], t[16];
-  for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(rows + i * row_step);
+  for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(row(i));
   for (int i = 0; i < 16; i += 2) {
     t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
     t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
@@ -246,9 +248,10 @@ inline float sum(Vec a) {
   y = _mm_add_ps(y, _mm_movehl_ps(y, y));
   return _mm_cvtss_f32(_mm_add_ss(y, _mm_shuffle_ps(y, y, 1)));
 }
-inline void transpose_eight(uint32_t* block, const uint32_t* rows, int64_t row_step, int64_t out_step) {
+template <class Row>
+inline __attribute__((always_inline)) void transpose_eight(uint32_t* block, int64_t out_step, int first, int lane, Row row) {
   __m256 r[8], t[8];
-  for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_ps(reinterpret_cast<const float*>(rows + i * row_step));
+  for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_ps(reinterpret_cast<const float*>(row(first + i) + 4 * lane));
   for (int i = 0; i < 8; i += 2) {
     t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
     t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
@@ -265,9 +268,10 @@ inline void transpose_eight(uint32_t* block, const uint32_t* rows, int64_t row_s
                      _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
   }
 }
-inline void transpose(uint32_t* block, const uint32_t* rows, int64_t row_step, int64_t out_step) {
+template <class Row>
+inline __attribute__((always_inline)) void transpose_of(uint32_t* block, int64_t out_step, Row row) {
   for (int i = 0; i < 16; i += 8)
-    for (int j = 0; j < 16; j += 8) transpose_eight(block + j * out_step + i, rows + i * row_step + j, row_step, out_step);
+    for (int j = 0; j < 16; j += 8) transpose_eight(block + j * out_step + i, out_step, i, j, row);
 }
 #undef MP_EACH
 
@@ -353,12 +357,17 @@ inline float sum(Vec a) {
   Quad z = x + y;
   return (z[0] + z[2]) + (z[1] + z[3]);
 }
-inline void transpose(uint32_t* block, const uint32_t* rows, int64_t row_step, int64_t out_step) {
+template <class Row>
+inline __attribute__((always_inline)) void transpose_of(uint32_t* block, int64_t out_step, Row row) {
   for (int i = 0; i < 16; i++)
-    for (int j = 0; j < 16; j++) block[j * out_step + i] = rows[i * row_step + j];
+    for (int j = 0; j < 16; j++) std::memcpy(block + j * out_step + i, row(i) + 4 * j, 4);
 }
 
 #endif
+
+inline void transpose(uint32_t* block, const uint32_t* rows, int64_t row_step, int64_t out_step) {
+  transpose_of(block, out_step, [=](int i) { return reinterpret_cast<const char*>(rows + i * row_step); });
+}
 
 }  // namespace MP_ISA
 }  // namespace milepost

@@ -1,57 +1,62 @@
 #include "python/plans.h"
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
-#include <new>
 #include <unordered_map>
 
 #include "common/dispatch.h"
+#include "python/memory.h"
 
 namespace milepost {
-
-void PackedWeight::Free::operator()(void* p) const { std::free(p); }
 
 PackedWeight::PackedWeight(nb::handle weight, bool paired) {
   const Tensor w = Tensor::from(weight, "weight", kAnyDims, kFloats, 0);
   const bool grouped = w.ndim == 3;
   if (!grouped && w.ndim != 2) bad_value("weight", "must be [out, in] or [groups, out, in]");
-  const int row = grouped ? 1 : 0;
-  if (paired && w.shape[size_t(row)] % 2 != 0) bad_value("weight", "gate and up must have the same number of rows");
-  packed_.type = w.type();
+  const size_t row = grouped ? 1 : 0;
+  PackArgs args{};
   packed_.groups = grouped ? w.shape[0] : 1;
-  packed_.n = w.shape[size_t(row)] / (paired ? 2 : 1);
-  packed_.k = w.shape[size_t(row) + 1];
+  args.group = grouped ? w.strides[0] : 0;
+  args.column = w.strides[row + 1];
+  pack({PackPart{w.data, w.strides[row], w.shape[row]}}, w.type(), w.shape[row + 1], paired, args);
+}
+
+PackedWeight::PackedWeight(nb::list weights, bool paired, int threads) {
+  if (threads < 1 || threads > 256) bad_value("threads", "must lie in [1, 256]");
+  std::vector<PackPart> parts;
+  Tensor first;
+  for (nb::handle weight : weights) {
+    const Tensor w = Tensor::from(weight, "parts", 2, kFloats, 1);
+    if (parts.empty()) first = w;
+    w.check_shape({-1, first.shape[1]});
+    w.check_type(first.type());
+    parts.push_back(PackPart{w.data, w.strides[0], w.shape[0]});
+  }
+  if (parts.empty()) bad_value("parts", "must not be empty");
+  PackArgs args{};
+  args.threads = threads;
+  pack(parts, first.type(), first.shape[1], paired, args);
+}
+
+void PackedWeight::pack(const std::vector<PackPart>& parts, Type type, int64_t k, bool paired, PackArgs args) {
+  int64_t rows = 0;
+  for (const PackPart& part : parts) rows += part.rows;
+  if (paired && rows % 2 != 0) bad_value("weight", "gate and up must have the same number of rows");
+  packed_.type = type;
+  packed_.n = rows / (paired ? 2 : 1);
+  packed_.k = k;
   packed_.paired = paired;
   if (packed_.groups < 1 || packed_.n < 1 || packed_.k < 1) bad_value("weight", "must not be empty");
   allocate();
-  PackArgs args{};
-  args.source = Rows{w.data, w.type(), w.strides[size_t(row)]};
-  args.group = grouped ? w.strides[0] : 0;
-  args.column = w.strides[size_t(row) + 1];
+  args.parts = parts.data();
+  args.num_parts = int64_t(parts.size());
   args.target = packed_;
   nb::gil_scoped_release release;
-  kernels().pack(args);
-}
-
-// Weights are read from end to end in every step: in pages of 2 MiB at up to twice the speed. The tail stays in
-// small pages, so that no memory is touched that was not asked for.
-static void* allocate_pages(size_t bytes) {
-  const size_t huge = size_t(2) << 20, alignment = bytes < huge ? 64 : huge;
-  void* memory = std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
-#if defined(MADV_HUGEPAGE)
-  if (memory && bytes >= huge) madvise(memory, bytes / huge * huge, MADV_HUGEPAGE);
-#endif
-  return memory;
+  first_not_finite_ = kernels().pack(args);
 }
 
 void PackedWeight::allocate() {
-  memory_.reset(allocate_pages(size_t(packed_.bytes())));
-  if (!memory_) throw std::bad_alloc();
+  memory_ = weight_memory(size_t(packed_.bytes()));
   packed_.data = memory_.get();
 }
 

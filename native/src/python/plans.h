@@ -13,21 +13,26 @@ class PackedWeight {
  public:
   // weight [n, k], or [groups, n, k]; paired: [2n, k], gate over up.
   PackedWeight(nb::handle weight, bool paired);
+  // Tensors [rows, k] one below the other, packed by up to `threads` threads.
+  PackedWeight(nb::list parts, bool paired, int threads);
   // Integers int8 [n, k] (paired: [2n, k]) of `bits` bits, with one bf16 scale per row and `group` inputs.
   PackedWeight(nb::handle values, nb::handle scales, int bits, int64_t group, bool paired);
   // E2M1 floats uint8 [n, k / 2], the even input in the low half of a byte; E8M0 scales uint8 [n, k / 32].
   PackedWeight(nb::handle packed, nb::handle scales, bool paired);
   const Packed& view() const { return packed_; }
+  // Number of the first part that holds NaN or infinity, or -1; of coded weights -1.
+  int64_t first_not_finite() const { return first_not_finite_; }
+  // The bytes as they are; for tests.
+  nb::bytes bytes() const { return nb::bytes(packed_.data, size_t(packed_.bytes())); }
 
  private:
+  void pack(const std::vector<PackPart>& parts, Type type, int64_t k, bool paired, PackArgs args);
   void pack_coded(const Tensor& codes, const Tensor& scales, bool paired);
   void allocate();
 
-  struct Free {
-    void operator()(void* p) const;
-  };
-  std::unique_ptr<void, Free> memory_;
+  std::shared_ptr<void> memory_;
   Packed packed_;
+  int64_t first_not_finite_ = -1;
 };
 
 class Experts {

@@ -55,7 +55,6 @@ class Tensor {
   void check_shape(std::initializer_list<int64_t> wanted) const;
   void check_type(Type wanted) const;
 
- private:
   int64_t item() const {
     switch (dtype) {
       case Dtype::i64: return 8;

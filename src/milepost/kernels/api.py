@@ -19,6 +19,7 @@ from milepost.kernels import reference_layers
 from milepost.kernels.arguments import KdaInputs, KdaParams, MoeParams
 from milepost.kernels.native import NativeOperations
 from milepost.kernels.native_library import CODED_REASON, EXPANDED_REASON, native_library
+from milepost.kernels.tapes import StepTapes
 
 __all__ = [
     "NATIVE",
@@ -54,6 +55,8 @@ class Kernels:
         numerics: names the roundings behind every result; a stored state is only valid under the same.
         exactness: what reuse may change (`config.EXACTNESS_MODES`). Unless it is EXACT, latent attention may
             expand latents.
+        step_tapes: a new `StepTapes`, for who runs the same decoder over the same cache step after step; None
+            where steps cannot be written down.
     """
 
     pack_linear: Callable[..., Any]
@@ -73,6 +76,7 @@ class Kernels:
     moe: Callable[..., torch.Tensor]
     choices: tuple[KernelChoice, ...]
     numerics: str
+    step_tapes: Callable[[], StepTapes | None]
     exactness: str = EXACT
 
     @property
@@ -83,7 +87,9 @@ class Kernels:
 
 
 OPERATIONS: tuple[str, ...] = tuple(
-    field.name for field in fields(Kernels) if field.name not in ("choices", "numerics", "exactness")
+    field.name
+    for field in fields(Kernels)
+    if field.name not in ("choices", "numerics", "step_tapes", "exactness")
 )
 
 
@@ -136,4 +142,4 @@ def _reference_numerics() -> str:
 def _kernels(source: Any, implementation: str, reason: str, numerics: str) -> Kernels:
     choices = tuple(KernelChoice(name, implementation, reason) for name in OPERATIONS)
     operations = {name: getattr(source, name) for name in OPERATIONS}
-    return Kernels(**operations, choices=choices, numerics=numerics)
+    return Kernels(**operations, choices=choices, numerics=numerics, step_tapes=source.step_tapes)

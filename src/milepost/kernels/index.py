@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from milepost.core.plan import ZERO_STATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +69,14 @@ class MixerRecord:
 
 @dataclass(frozen=True, slots=True)
 class StateExportIndex:
-    """The state after `offset` rows of sequence `sequence` (1 <= offset <= its length)."""
+    """The state after `offset` rows of sequence `sequence` (1 <= offset <= its length) goes to `slot`."""
 
     sequence: int
     offset: int
+    slot: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RecurrentIndex:
     """One recurrent group in one step.
 
@@ -81,33 +85,86 @@ class RecurrentIndex:
     Convolution windows are addressed in an *extended* array that holds, per sequence, the
     `tail_rows` rows of its tail and then its raw rows: [rows + sequences * tail_rows, channels].
 
+    Native kernels read the numbers as they are; the tensors below are made for who asks for them.
+
     Attributes:
         spans: per sequence.
-        initial_slots: int64 [sequences]; any valid slot where `starts_at_zero`.
-        starts_at_zero: bool [sequences]; the initial state is zeros and the slot is not read.
-        any_zero: whether any entry of `starts_at_zero` is set.
-        exports: ascending by sequence, then offset.
-        write_slots: int64 [sequences + exports], all different.
-        extended_raw_rows: int64 [rows], extended position of each raw row.
-        extended_tail_rows: int64 [sequences * tail_rows], extended positions of the tails.
-        extended_write_rows: int64 [(sequences + exports) * tail_rows], tails to store.
-        single_sequences: sequences of length one; `single_rows` int64 are their rows and
-            `single_indices` int64 their numbers.
+        initial: per sequence, the slot it starts from, or ZERO_STATE: zeros, and no slot is read.
+        running: per sequence, the slot its last state goes to.
+        exports: ascending by sequence, then offset. All written slots are different.
+        tail_rows: rows of a convolution tail.
         token_by_token: sequences whose rows go through the roundings that single rows would.
         record: keeps the inputs of rows that may have to be run again; None = nothing to keep.
     """
 
     spans: tuple[RowSpan, ...]
-    initial_slots: torch.Tensor
-    starts_at_zero: torch.Tensor
-    any_zero: bool
+    initial: tuple[int, ...]
+    running: tuple[int, ...]
     exports: tuple[StateExportIndex, ...]
-    write_slots: torch.Tensor
-    extended_raw_rows: torch.Tensor
-    extended_tail_rows: torch.Tensor
-    extended_write_rows: torch.Tensor
-    single_sequences: tuple[int, ...]
-    single_rows: torch.Tensor
-    single_indices: torch.Tensor
+    tail_rows: int
     token_by_token: frozenset[int] = frozenset()
     record: MixerRecord | None = None
+
+    @property
+    def any_zero(self) -> bool:
+        """Whether any sequence starts from zeros."""
+        return ZERO_STATE in self.initial
+
+    @functools.cached_property
+    def starts_at_zero(self) -> torch.Tensor:
+        """bool [sequences]."""
+        return torch.tensor([slot == ZERO_STATE for slot in self.initial], dtype=torch.bool)
+
+    @functools.cached_property
+    def initial_slots(self) -> torch.Tensor:
+        """int64 [sequences]; where a sequence starts from zeros, the slot it will write, so that gathering
+        maps no other record."""
+        pairs = zip(self.initial, self.running, strict=True)
+        return _int64([own if slot == ZERO_STATE else slot for slot, own in pairs])
+
+    @functools.cached_property
+    def write_slots(self) -> torch.Tensor:
+        """int64 [sequences + exports]."""
+        return _int64([*self.running, *(export.slot for export in self.exports)])
+
+    @functools.cached_property
+    def extended_tail_rows(self) -> torch.Tensor:
+        """int64 [sequences * tail_rows], extended positions of the tails."""
+        return _int64([base + row for base in self._bases for row in range(self.tail_rows)])
+
+    @functools.cached_property
+    def extended_raw_rows(self) -> torch.Tensor:
+        """int64 [rows], extended position of each raw row."""
+        firsts = zip(self._bases, self.spans, strict=True)
+        return _int64([base + self.tail_rows + row for base, span in firsts for row in range(span.length)])
+
+    @functools.cached_property
+    def extended_write_rows(self) -> torch.Tensor:
+        """int64 [(sequences + exports) * tail_rows], tails to store."""
+        ends = [base + span.length for base, span in zip(self._bases, self.spans, strict=True)]
+        ends += [self._bases[export.sequence] + export.offset for export in self.exports]
+        return _int64([end + row for end in ends for row in range(self.tail_rows)])
+
+    @functools.cached_property
+    def single_sequences(self) -> tuple[int, ...]:
+        """Sequences of length one."""
+        return tuple(number for number, span in enumerate(self.spans) if span.length == 1)
+
+    @functools.cached_property
+    def single_indices(self) -> torch.Tensor:
+        """int64, `single_sequences`."""
+        return _int64(self.single_sequences)
+
+    @functools.cached_property
+    def single_rows(self) -> torch.Tensor:
+        """int64, the rows of `single_sequences`."""
+        return _int64([self.spans[sequence].first_row for sequence in self.single_sequences])
+
+    @functools.cached_property
+    def _bases(self) -> tuple[int, ...]:
+        """Extended position of the first tail row of each sequence."""
+        return tuple(span.first_row + number * self.tail_rows for number, span in enumerate(self.spans))
+
+
+def _int64(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)

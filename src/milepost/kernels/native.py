@@ -15,16 +15,20 @@ from typing import Any
 
 import torch
 
+from milepost.core.plan import ZERO_STATE
 from milepost.errors import ConfigError
 from milepost.kernels.arguments import KdaInputs, KdaParams, MoeParams
 from milepost.kernels.index import AttentionIndex, RecurrentIndex, RowSpan
-from milepost.kernels.native_library import CODED_REASON, NativeLibrary
-from milepost.kernels.reference import ExpertWeights
-from milepost.kernels.reference_coded import IntegerWeight, Matrix, Mxfp4Weight, stacked
+from milepost.kernels.native_library import CODED_REASON, NativeLibrary, packing_threads
+from milepost.kernels.reference_coded import IntegerWeight, Matrix, Mxfp4Weight, read, stacked
 from milepost.kernels.reference_gdn import GdnInputs, GdnParams
 from milepost.kernels.reference_gqa import GqaInputs, GqaParams
+from milepost.kernels.stored import StoredMatrix, StoredPart
+from milepost.kernels.tapes import StepTapes
 
 _MAX_CACHED_VIEWS = 4096
+_ZEROS = -1
+"""What the library takes for the slot of a sequence that starts from zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +128,11 @@ class NativeOperations:
 
     def __init__(self, library: ModuleType) -> None:
         self._library = library
-        self._has_coded = NativeLibrary(library, "").has_coded_weights
+        known = NativeLibrary(library, "")
+        self._has_coded = known.has_coded_weights
+        self._packs_parts = known.packs_parts
+        self._has_tapes = known.has_tapes
+        self._threads = packing_threads()
         self._local = _PerThread()
 
     def pack_linear(self, weight: Matrix, *, name: str = "", parts: Sequence[int] = ()) -> AnyLinear:
@@ -146,13 +154,13 @@ class NativeOperations:
         packed = self._library.pack(weight)
         return NativeLinear(packed, "heads", num_heads * out_features, weight.dtype)
 
-    def pack_experts(self, experts: Sequence[ExpertWeights]) -> Any:
+    def pack_experts(self, experts: Sequence[tuple[Matrix, Matrix, Matrix]]) -> Any:
         gate_up = [self._pack(stacked([gate, up]), paired=True) for gate, up, _ in experts]
         return self._library.Experts(gate_up, [self._pack(down) for _, _, down in experts])
 
     def _pack(self, weight: Matrix, *, paired: bool = False) -> Any:
-        if isinstance(weight, torch.Tensor):
-            return self._library.pack(weight, paired=paired)
+        if isinstance(weight, torch.Tensor | StoredMatrix):
+            return self._pack_plain(weight, paired)
         if not self._has_coded:
             raise ConfigError("kernels", CODED_REASON)
         if isinstance(weight, IntegerWeight):
@@ -160,11 +168,27 @@ class NativeOperations:
             return self._library.pack_integers(weight.codes, weight.scales, scheme.bits, scheme.group, paired)
         return self._pack_mxfp4(weight, paired)
 
+    def _pack_plain(self, weight: torch.Tensor | StoredMatrix, paired: bool) -> Any:
+        has_gaps = isinstance(weight, torch.Tensor) and weight.stride(1) != 1
+        if not self._packs_parts or has_gaps:
+            return self._library.pack(read(weight), paired=paired)
+        parts = weight.parts if isinstance(weight, StoredMatrix) else (StoredPart(weight),)
+        packed = self._library.pack_parts([part.tensor for part in parts], paired, self._threads)
+        if packed.first_not_finite >= 0:
+            refuse = parts[packed.first_not_finite].refuse
+            if refuse is not None:
+                refuse()
+        return packed
+
     def _pack_mxfp4(self, weight: Mxfp4Weight, paired: bool) -> Any:
         lowest, highest = (int(code) for code in weight.scales.aminmax())
         if MXFP4_SCALES[0] <= lowest and highest <= MXFP4_SCALES[1]:
             return self._library.pack_mxfp4(weight.packed, weight.scales, paired)
         return self._library.pack(weight.decode(), paired=paired)
+
+    def step_tapes(self) -> StepTapes | None:
+        """See `Kernels.step_tapes`."""
+        return StepTapes(self._library, self) if self._has_tapes else None
 
     def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         result = torch.empty(token_ids.shape[0], table.shape[1], dtype=table.dtype)
@@ -202,7 +226,7 @@ class NativeOperations:
     def store_latents(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, pages: torch.Tensor, index: AttentionIndex
     ) -> None:
-        self._library.store_latents(x, weight, eps, pages, self._attention_plan(index))
+        self._library.store_latents(x, weight, eps, pages, self.attention_plan(index))
 
     def attend_latents(
         self,
@@ -217,7 +241,7 @@ class NativeOperations:
         result = self._local.workspace.rows(
             "attend_latents", query.shape[0], absorb_value.out_features, query.dtype
         )
-        plan = self._attention_plan(index)
+        plan = self.attention_plan(index)
         expansion = () if expand_key is None else (expand_key.packed,)
         self._library.attend_latents(
             query, absorb_key.packed, absorb_value.packed, pages, plan, scale, result, *expansion
@@ -248,7 +272,7 @@ class NativeOperations:
             params.lower_bound,
             tails,
             states,
-            self._recurrent_plan(index),
+            self.recurrent_plan(index),
             result,
         )
         return result
@@ -275,7 +299,7 @@ class NativeOperations:
             params.norm_eps,
             tails,
             states,
-            self._recurrent_plan(index),
+            self.recurrent_plan(index),
             result,
         )
         return result
@@ -294,7 +318,7 @@ class NativeOperations:
             params.norm_eps,
             params.inverse_frequencies,
             pages,
-            self._attention_plan(index),
+            self.attention_plan(index),
             result,
         )
         return result
@@ -322,7 +346,7 @@ class NativeOperations:
         )
         return residual
 
-    def _attention_plan(self, index: AttentionIndex) -> Any:
+    def attention_plan(self, index: AttentionIndex) -> Any:
         """The native form of an index; all layers of a step share one."""
         known, plan = self._local.attention
         if known is not index:
@@ -337,21 +361,15 @@ class NativeOperations:
             self._local.attention = (index, plan)
         return plan
 
-    def _recurrent_plan(self, index: RecurrentIndex) -> Any:
+    def recurrent_plan(self, index: RecurrentIndex) -> Any:
+        """The native form of an index, likewise."""
         known, plan = self._local.recurrent
         if known is not index:
-            slots = zip(index.initial_slots.tolist(), index.starts_at_zero.tolist(), strict=True)
-            written = index.write_slots.tolist()
-            num_sequences = len(index.spans)
-            exports = [
-                (export.sequence, export.offset, slot)
-                for export, slot in zip(index.exports, written[num_sequences:], strict=True)
-            ]
             plan = self._library.RecurrentPlan(
                 _spans(index.spans),
-                [-1 if zero else slot for slot, zero in slots],
-                written[:num_sequences],
-                exports,
+                [_ZEROS if slot == ZERO_STATE else slot for slot in index.initial],
+                list(index.running),
+                [(export.sequence, export.offset, export.slot) for export in index.exports],
             )
             self._local.recurrent = (index, plan)
         return plan

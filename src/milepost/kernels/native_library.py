@@ -23,6 +23,10 @@ EXPANDED_REASON = (
     f"the installed {DISTRIBUTION} is older than expanded latents (interface revision {EXPANDED_REVISION}); "
     "`make native` rebuilds it"
 )
+PARTS_REVISION = 3
+"""Revision of the interface that brought packing of stored parts."""
+TAPE_REVISION = 3
+"""Revision of the interface that brought tapes of steps."""
 CODED_REVISION = 1
 """Revision of the interface that brought weights of few bits; one of an older library is 0."""
 CODED_REASON = (
@@ -50,6 +54,23 @@ class NativeLibrary:
     def has_coded_weights(self) -> bool:
         """Whether it multiplies by weights of few bits."""
         return getattr(self.module, "API_REVISION", 0) >= CODED_REVISION
+
+    @property
+    def packs_parts(self) -> bool:
+        """Whether it joins, checks and packs stored parts in one pass."""
+        return getattr(self.module, "API_REVISION", 0) >= PARTS_REVISION
+
+    @property
+    def has_tapes(self) -> bool:
+        """Whether it can run a step that it has seen once more without Python in between."""
+        return getattr(self.module, "API_REVISION", 0) >= TAPE_REVISION
+
+
+def packing_threads() -> int:
+    """CPUs this process may use: while weights are packed nothing else runs."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @functools.cache

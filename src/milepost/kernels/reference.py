@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from milepost.kernels.index import AttentionIndex, RecurrentIndex
-from milepost.kernels.reference_coded import Matrix, coded_linear
+from milepost.kernels.reference_coded import ReadMatrix, coded_linear
 from milepost.kernels.reference_experts import expert_sum
 from milepost.kernels.rowwise import on_full_vectors
 
@@ -24,11 +24,11 @@ RENORMALIZE_EPS = 1e-20
 MAX_SCORES = 1 << 22
 """Attention scores held at a time (query rows x heads x keys)."""
 
-ExpertWeights = tuple[Matrix, Matrix, Matrix]
+ExpertWeights = tuple[ReadMatrix, ReadMatrix, ReadMatrix]
 """gate [inner, D], up [inner, D], down [D, inner] (hub names w1, w3, w2)."""
 
 
-def linear(x: torch.Tensor, weight: Matrix) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: ReadMatrix) -> torch.Tensor:
     """x [N, in] times weight [out, in] -> [N, out] in the weight's dtype, which is x's if it is not coded."""
     if not isinstance(weight, torch.Tensor):
         return coded_linear(x, weight)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from milepost.kernels.schemes import IntegerScheme
+from milepost.kernels.stored import StoredMatrix
 
 _MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E8M0_BIAS = 127
@@ -68,8 +69,19 @@ class Mxfp4Weight:
         return torch.ldexp(values, exponents).flatten(1).to(self.dtype)
 
 
-Matrix = torch.Tensor | IntegerWeight | Mxfp4Weight
+Matrix = torch.Tensor | StoredMatrix | IntegerWeight | Mxfp4Weight
 """A weight [out, in], coded or not."""
+ReadMatrix = torch.Tensor | IntegerWeight | Mxfp4Weight
+"""One whose values were looked at."""
+
+
+def read(weight: Matrix) -> ReadMatrix:
+    """The weight as kernels without a pass of their own over stored parts take it.
+
+    Raises:
+        CheckpointFileError: it is stored and holds NaN or infinity, and must not.
+    """
+    return weight.joined() if isinstance(weight, StoredMatrix) else weight
 
 
 def stacked(parts: Sequence[Matrix]) -> Matrix:
@@ -81,6 +93,9 @@ def stacked(parts: Sequence[Matrix]) -> Matrix:
     def joined(name: str) -> torch.Tensor:
         return torch.cat([getattr(part, name) for part in parts])
 
+    if isinstance(first, StoredMatrix):
+        stored = [part for matrix in parts if isinstance(matrix, StoredMatrix) for part in matrix.parts]
+        return StoredMatrix(tuple(stored))
     if isinstance(first, IntegerWeight):
         return IntegerWeight(joined("codes"), joined("scales"), first.scheme, first.dtype)
     if isinstance(first, Mxfp4Weight):

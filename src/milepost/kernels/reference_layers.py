@@ -16,7 +16,7 @@ from milepost.kernels import reference, reference_gdn, reference_gqa
 from milepost.kernels.arguments import KdaInputs, KdaParams, MoeParams
 from milepost.kernels.index import AttentionIndex, RecurrentIndex, RowSpan
 from milepost.kernels.reference import ExpertWeights
-from milepost.kernels.reference_coded import Matrix
+from milepost.kernels.reference_coded import Matrix, ReadMatrix, read
 from milepost.kernels.reference_kda import KdaRows, kda
 
 
@@ -27,7 +27,7 @@ class ReferenceLinear:
     parts: columns of the parts into which the product is split; () = one.
     """
 
-    weight: Matrix
+    weight: ReadMatrix
     parts: tuple[int, ...] = ()
 
 
@@ -38,12 +38,12 @@ def pack_linear(weight: Matrix, *, name: str = "", parts: Sequence[int] = ()) ->
         name: result buffers may be shared by all weights of one name; "" = always a new result.
         parts: column counts, sum = out.
     """
-    return ReferenceLinear(weight, tuple(parts))
+    return ReferenceLinear(read(weight), tuple(parts))
 
 
-def pack_swiglu(gate_up: Matrix, *, name: str = "") -> Matrix:
+def pack_swiglu(gate_up: Matrix, *, name: str = "") -> ReadMatrix:
     """Prepares [2 * inner, in], gate over up, for `linear_swiglu`."""
-    return gate_up
+    return read(gate_up)
 
 
 def pack_heads(weight: torch.Tensor) -> torch.Tensor:
@@ -52,9 +52,14 @@ def pack_heads(weight: torch.Tensor) -> torch.Tensor:
     return weight.float().contiguous()
 
 
-def pack_experts(experts: Sequence[ExpertWeights]) -> tuple[ExpertWeights, ...]:
+def pack_experts(experts: Sequence[tuple[Matrix, Matrix, Matrix]]) -> tuple[ExpertWeights, ...]:
     """Prepares (gate, up, down) of every expert for `moe`."""
-    return tuple(experts)
+    return tuple((read(gate), read(up), read(down)) for gate, up, down in experts)
+
+
+def step_tapes() -> None:
+    """There is nothing to write down: every operation is Python."""
+    return None
 
 
 def embedding(token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -88,7 +93,7 @@ def linear_parts(x: torch.Tensor, weight: ReferenceLinear) -> tuple[torch.Tensor
     return torch.split(linear(x, weight), list(weight.parts), dim=-1)
 
 
-def linear_swiglu(x: torch.Tensor, weight: Matrix) -> torch.Tensor:
+def linear_swiglu(x: torch.Tensor, weight: ReadMatrix) -> torch.Tensor:
     """silu(gate) * up of x [N, in] -> [N, inner]; both products are rounded to the dtype first."""
     return reference.swiglu(reference.linear(x, weight))
 

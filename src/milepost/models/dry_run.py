@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from milepost.kernels.api import REFERENCE, select_kernels
+from milepost.kernels.stored import StoredPart
 from milepost.models.description import (
     ModelDescription,
     describe_spec,
@@ -60,6 +61,9 @@ class _HeaderReader(WeightReader):
         tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
         self._used(name, tensor.numel())
         return tensor
+
+    def take_unread(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> StoredPart:
+        return StoredPart(self.take(name, shape, dtype))
 
     def take_bytes(self, name: str, shape: Sequence[int], *, nan: int | None = None) -> torch.Tensor:
         self._checked(name, (shape,), BYTE_DTYPES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from milepost.kernels.index import MixerRecord, RecurrentIndex
+from milepost.kernels.reference_coded import Matrix
 from milepost.kernels.reference_gdn import GdnInputs, GdnParams
 from milepost.models.inputs import CacheFields
 from milepost.models.layers import Loader
@@ -24,13 +25,14 @@ class GdnLayer:
         self._layer = layer
         heads = spec.num_value_heads
         parts = (spec.conv_width, spec.value_width, heads, heads)
+        inputs: Matrix
         if spec.interleaved:
             inputs = _deinterleaved(loader, hidden_size, spec)
         else:
             names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
             inputs = loader.stacked(names, hidden_size, parts)
         self._inputs = loader.pack_linear(inputs, name="gdn.inputs", parts=parts)
-        out = loader.linear("out_proj", spec.value_width, hidden_size)
+        out = loader.matrix("out_proj", spec.value_width, hidden_size)
         self._out = loader.pack_linear(out, name="gdn.out")
         taps = loader.tensor_fp32("conv1d.weight", spec.conv_width, 1, spec.conv_kernel).squeeze(1)
         self._params = GdnParams(

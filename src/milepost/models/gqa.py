@@ -56,7 +56,7 @@ class GqaLayer:
         parts = ((1 + spec.output_gate) * width, spec.kv_width, spec.kv_width)
         inputs = loader.stacked(("q_proj", "k_proj", "v_proj"), input_size or hidden_size, parts)
         self._inputs = loader.pack_linear(inputs, name=f"{name}.inputs", parts=parts)
-        self._out = loader.pack_linear(loader.linear("o_proj", width, hidden_size), name=f"{name}.out")
+        self._out = loader.pack_linear(loader.matrix("o_proj", width, hidden_size), name=f"{name}.out")
         self._params = _params(loader, spec, norm_offset)
 
     def __call__(

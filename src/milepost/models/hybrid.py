@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from milepost.kernels.api import Kernels
 from milepost.kernels.index import MixerRecord, RecurrentIndex
+from milepost.kernels.reference_coded import Matrix
 from milepost.kernels.reference_residuals import mix_sources
 from milepost.models.gdn import GdnLayer
 from milepost.models.gqa import GqaLayer
@@ -178,10 +180,10 @@ class HybridDecoder:
         if spec.attn_res_block_layers is not None:
             self._residuals = AttentionResiduals(loader, spec, spec.attn_res_block_layers)
         self._norm = RmsNorm(loader, "norm", spec.hidden_size, spec.norm_eps, spec.norm_offset)
-        head = self._embedding
+        head: Matrix = self._embedding
         head_loader = Loader(weights, kernels, dtype, PREFIXES[prefix], quantization)
         if not spec.tie_word_embeddings:
-            head = head_loader.linear("lm_head", spec.hidden_size, spec.vocab_size)
+            head = head_loader.matrix("lm_head", spec.hidden_size, spec.vocab_size)
         elif head_loader.has("lm_head.weight"):
             weights.must_repeat(head_loader.prefix + "lm_head.weight", prefix + _EMBEDDING)
         self._head = head_loader.pack_linear(head, role="head")
@@ -214,6 +216,22 @@ class HybridDecoder:
             if taps is not None:
                 taps.keep(index, x)
         return x
+
+    def steps(self, cache: CacheFields) -> Callable[[StepInputs, LayerTaps | None], torch.Tensor]:
+        """`forward` over one cache, for who calls it step after step: small steps cost no Python then.
+
+        Steps with taps are called: keeping a layer's output is no operation of the kernels.
+        """
+        tapes = self._kernels.step_tapes()
+
+        def step(inputs: StepInputs, taps: LayerTaps | None) -> torch.Tensor:
+            if tapes is None or taps is not None:
+                return self.forward(inputs, cache, taps)
+            return tapes.run(
+                lambda: self.forward(inputs, cache), inputs.token_ids, inputs.attention, inputs.recurrent
+            )
+
+        return step
 
     def replay(
         self, record: MixerRecord, kept: torch.Tensor, index: RecurrentIndex, cache: CacheFields

@@ -28,11 +28,11 @@ class KdaLayer:
         inputs = loader.stacked(names, hidden_size, (width, width, width, dim, gate_width, heads))
         parts = (3 * width, dim, gate_width, heads)
         self._inputs = loader.pack_linear(inputs, name="kda.inputs", parts=parts)
-        self._decay = loader.pack_linear(loader.linear("f_b_proj", dim, width), name="kda.decay")
+        self._decay = loader.pack_linear(loader.matrix("f_b_proj", dim, width), name="kda.decay")
         self._gate = None
         if not spec.full_rank_gate:
-            self._gate = loader.pack_linear(loader.linear("g_b_proj", dim, width), name="kda.gate")
-        self._out = loader.pack_linear(loader.linear("o_proj", width, hidden_size), name="kda.out")
+            self._gate = loader.pack_linear(loader.matrix("g_b_proj", dim, width), name="kda.gate")
+        self._out = loader.pack_linear(loader.matrix("o_proj", width, hidden_size), name="kda.out")
         taps = [
             loader.tensor_fp32(f"{name}_conv1d.weight", width, 1, spec.conv_kernel).squeeze(1)
             for name in "qkv"

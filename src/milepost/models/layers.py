@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from milepost.kernels.api import Kernels
-from milepost.kernels.reference_coded import Matrix, quantized
+from milepost.kernels.reference_coded import Matrix, quantized, read
 from milepost.kernels.reference_experts import GluActivation
+from milepost.kernels.stored import StoredMatrix, StoredPart
 from milepost.models.quantization import Quantization, Role
 from milepost.models.specs import SituSpec
 from milepost.models.weights import WeightReader
@@ -48,17 +49,20 @@ class Loader:
         """`Kernels.pack_linear` of the weight, quantised if weights of its role are."""
         return self.kernels.pack_linear(self.coded(weight, role), name=name, parts=parts)
 
-    def pack_swiglu(self, gate_up: torch.Tensor, *, name: str = "") -> Any:
+    def pack_swiglu(self, gate_up: Matrix, *, name: str = "") -> Any:
         """`Kernels.pack_swiglu`, likewise."""
         return self.kernels.pack_swiglu(self.coded(gate_up, "projection"), name=name)
 
     def coded(self, weight: Matrix, role: Role) -> Matrix:
         """The weight, quantised if weights of its role are. What a file holds coded stays as it is."""
         scheme = None if self.quantization is None else self.quantization.scheme(role)
-        # Tensors of a dry run have no values.
-        if scheme is None or not isinstance(weight, torch.Tensor) or weight.is_meta:
+        if scheme is None:
             return weight
-        return quantized(weight, scheme)
+        known = read(weight)
+        # Tensors of a dry run have no values.
+        if not isinstance(known, torch.Tensor) or known.is_meta:
+            return known
+        return quantized(known, scheme)
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         return self.weights.take(self.prefix + name, shape, self.dtype)
@@ -75,15 +79,23 @@ class Loader:
         return self.weights.take_bytes(self.prefix + name, shape, nan=nan)
 
     def linear(self, name: str, in_features: int, out_features: int) -> torch.Tensor:
-        """`name.weight` [out, in]."""
+        """`name.weight` [out, in], looked at."""
         return self.tensor(f"{name}.weight", out_features, in_features)
+
+    def unread(self, name: str, *shape: int) -> StoredPart:
+        """What is packed as it is: kernels look at the values while they pack them."""
+        return self.weights.take_unread(self.prefix + name, shape, self.dtype)
+
+    def matrix(self, name: str, in_features: int, out_features: int) -> StoredMatrix:
+        """`name.weight` [out, in], to be packed."""
+        return self.stacked((name,), in_features, (out_features,))
 
     def stacked(
         self, names: tuple[str, ...], in_features: int, out_features: tuple[int, ...]
-    ) -> torch.Tensor:
-        """Weights of several linears over the same input, stacked along the outputs."""
-        parts = [self.linear(name, in_features, out) for name, out in zip(names, out_features, strict=True)]
-        return torch.cat(parts)
+    ) -> StoredMatrix:
+        """Weights of several linears over the same input, stacked along the outputs, to be packed."""
+        sizes = zip(names, out_features, strict=True)
+        return StoredMatrix(tuple(self.unread(f"{name}.weight", out, in_features) for name, out in sizes))
 
 
 class RmsNorm:
@@ -126,7 +138,7 @@ class DenseMlp:
             parts = (inner_size, inner_size)
             self._gate_up = loader.pack_linear(gate_up, name=f"{name}.inner", parts=parts)
             self._activation = GluActivation(situ.beta, situ.linear_beta)
-        down = loader.linear("down_proj", inner_size, hidden_size)
+        down = loader.matrix("down_proj", inner_size, hidden_size)
         self._down = loader.pack_linear(down, name=f"{name}.out")
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:

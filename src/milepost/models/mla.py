@@ -66,7 +66,7 @@ class MlaLayer:
         self._query_norm: RmsNorm | None = None
         if rank is not None:
             self._query_norm = RmsNorm(loader, "q_a_layernorm", rank, spec.latent_norm_eps)
-            self._query = pack(loader.linear("q_b_proj", rank, query_width), name=f"{name}.query")
+            self._query = pack(loader.matrix("q_b_proj", rank, query_width), name=f"{name}.query")
         self._latent_norm = loader.tensor_fp32("kv_a_layernorm.weight", spec.kv_lora_rank)
         self._latent_norm_eps = spec.latent_norm_eps
         expand = loader.linear(
@@ -78,7 +78,7 @@ class MlaLayer:
         self._absorb_key = self._kernels.pack_heads(key.transpose(1, 2))
         self._absorb_value = self._kernels.pack_heads(value)
         self._expand_key = None if self._kernels.exactness == EXACT else self._kernels.pack_heads(key)
-        self._out = pack(loader.linear("o_proj", heads * spec.v_head_dim, hidden_size), name=f"{name}.out")
+        self._out = pack(loader.matrix("o_proj", heads * spec.v_head_dim, hidden_size), name=f"{name}.out")
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, cache: CacheFields, index: AttentionIndex

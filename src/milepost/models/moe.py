@@ -11,6 +11,7 @@ from milepost.kernels.reference import route
 from milepost.kernels.reference_coded import Matrix, Mxfp4Weight, stacked
 from milepost.kernels.reference_experts import Expert, GluActivation, expert_sum, softmax_route
 from milepost.kernels.rowwise import on_full_vectors
+from milepost.kernels.stored import StoredMatrix
 from milepost.models.layers import DenseMlp, Loader, RmsNorm
 from milepost.models.specs import MXFP4_GROUP, MoeSpec, SituSpec
 
@@ -74,9 +75,9 @@ class RoutedMlp:
         width = hidden_size
         if spec.latent is not None:
             width = spec.latent.width
-            down = loader.linear("routed_expert_down_proj", hidden_size, width)
+            down = loader.matrix("routed_expert_down_proj", hidden_size, width)
             self._down = pack(down, name="moe.latent")
-            self._up = pack(loader.linear("routed_expert_up_proj", width, hidden_size), name="moe.up")
+            self._up = pack(loader.matrix("routed_expert_up_proj", width, hidden_size), name="moe.up")
             if spec.latent.norm_eps is not None:
                 self._latent_norm = RmsNorm(loader, "routed_expert_norm", width, spec.latent.norm_eps)
         activation = GluActivation() if situ is None else GluActivation(situ.beta, situ.linear_beta)
@@ -130,7 +131,7 @@ def _shared(loader: Loader, hidden_size: int, spec: MoeSpec, situ: SituSpec | No
     return DenseMlp(loader.under(spec.names.shared), hidden_size, inner, "moe.shared", situ=situ)
 
 
-ExpertWeights = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+ExpertWeights = tuple[StoredMatrix, StoredMatrix, StoredMatrix]
 """gate [inner, in], up [inner, in], down [in, inner]."""
 
 
@@ -164,7 +165,7 @@ def _experts(loader: Loader, width: int, spec: MoeSpec, activation: GluActivatio
 
 def _plain_expert(loader: Loader, weights: ExpertWeights, activation: GluActivation) -> Expert:
     gate, up, down = weights
-    return ExpertMlp(loader, torch.cat([gate, up]), down, gate.shape[0], activation)
+    return ExpertMlp(loader, stacked([gate, up]), down, gate.shape[0], activation)
 
 
 def _expert_weights(loader: Loader, width: int, spec: MoeSpec) -> Iterator[ExpertWeights]:
@@ -172,10 +173,13 @@ def _expert_weights(loader: Loader, width: int, spec: MoeSpec) -> Iterator[Exper
     inner = spec.expert_intermediate_size
     experts = loader.under("experts")
     if experts.has("gate_up_proj") or experts.has("down_proj"):
-        gate_up = experts.tensor("gate_up_proj", spec.num_experts, 2 * inner, width)
-        down = experts.tensor("down_proj", spec.num_experts, width, inner)
-        for both, low in zip(gate_up, down, strict=True):
-            yield both[:inner], both[inner:], low
+        gate_up = experts.unread("gate_up_proj", spec.num_experts, 2 * inner, width)
+        down = experts.unread("down_proj", spec.num_experts, width, inner)
+        for number in range(spec.num_experts):
+            both = gate_up[number]
+            parts = both[:inner], both[inner:], down[number]
+            gate, up, low = (StoredMatrix((part,)) for part in parts)
+            yield gate, up, low
         return
     for number in range(spec.num_experts):
         yield _separate(experts.under(str(number)), width, spec)
@@ -183,8 +187,8 @@ def _expert_weights(loader: Loader, width: int, spec: MoeSpec) -> Iterator[Exper
 
 def _separate(expert: Loader, width: int, spec: MoeSpec) -> ExpertWeights:
     names, inner = spec.names, spec.expert_intermediate_size
-    gate, up = (expert.linear(name, width, inner) for name in (names.gate, names.up))
-    return gate, up, expert.linear(names.down, inner, width)
+    gate, up = (expert.matrix(name, width, inner) for name in (names.gate, names.up))
+    return gate, up, expert.matrix(names.down, inner, width)
 
 
 def _mxfp4_expert(

@@ -127,7 +127,7 @@ class MtpModules:
         hidden, eps, offset = spec.hidden_size, spec.norm_eps, spec.norm_offset
         names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
         embedding_norm, hidden_norm, norm = (RmsNorm(loader, name, hidden, eps, offset) for name in names)
-        projection = loader.pack_linear(loader.linear("fc", 2 * hidden, hidden))
+        projection = loader.pack_linear(loader.matrix("fc", 2 * hidden, hidden))
         return [
             _Module(embedding_norm, hidden_norm, projection, layer, norm, self._decoder.head)
             for layer in (
@@ -145,13 +145,13 @@ class MtpModules:
             head = self._decoder.head
             shared = loader.under("shared_head")
             if shared.has("head.weight"):
-                own = shared.linear("head", hidden, spec.vocab_size)
+                own = shared.matrix("head", hidden, spec.vocab_size)
                 head = loader.pack_linear(own, role="head")
             modules.append(
                 _Module(
                     RmsNorm(loader, "enorm", hidden, eps),
                     RmsNorm(loader, "hnorm", hidden, eps),
-                    loader.pack_linear(loader.linear("eh_proj", 2 * hidden, hidden)),
+                    loader.pack_linear(loader.matrix("eh_proj", 2 * hidden, hidden)),
                     DecoderLayer(loader, self.layer(number), spec.draft_layer, spec),
                     RmsNorm(shared, "norm", hidden, eps),
                     head,

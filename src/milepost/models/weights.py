@@ -5,12 +5,15 @@ Every error names the file, the tensor and, for a wrong shape, both shapes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
 from milepost.errors import CheckpointFileError
+from milepost.kernels.stored import StoredPart, is_finite
 from milepost.models.config_reader import read_json_object
 from milepost.models.safetensors_file import INDEX_FILE, SINGLE_FILE, SafetensorsFile
 
@@ -23,9 +26,6 @@ FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 BYTE_DTYPES = ("U8", "F8_E8M0")
 """Packed values and their scales; read as uint8."""
 INTEGER_DTYPES = ("I64", "I32")
-
-_CHECKED_AT_ONCE = 1 << 20
-"""Values."""
 
 Progress = Callable[[int, int], None]
 """Called with (bytes loaded, bytes in all files) after each tensor."""
@@ -137,10 +137,26 @@ class WeightReader:
         """
         file = self._checked(name, (shape, *also), FLOAT_DTYPES)
         stored = _view(file, name)
-        if self._check_finite and not _is_finite(stored):
-            raise CheckpointFileError(f"{file.path}: tensor {name} holds NaN or infinity")
+        if self._check_finite and not is_finite(stored):
+            self._refuse(name, "")
         self._count(name)
         return stored.to(dtype).reshape(tuple(shape))
+
+    def take_unread(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> StoredPart:
+        """Like `take`, but nobody has looked for NaN and infinity: whoever reads the values next does.
+
+        Raises:
+            CheckpointFileError: missing, wrong shape, or not floating point.
+        """
+        file = self._checked(name, (shape,), FLOAT_DTYPES)
+        stored = _view(file, name)
+        self._count(name)
+        rounded = "" if stored.dtype == dtype else f" as {str(dtype).removeprefix('torch.')}"
+        refuse = functools.partial(self._refuse, name, rounded) if self._check_finite else None
+        return StoredPart(stored.to(dtype).reshape(tuple(shape)), refuse)
+
+    def _refuse(self, name: str, rounded: str) -> NoReturn:
+        raise CheckpointFileError(f"{self._files[name].path}: tensor {name} holds NaN or infinity{rounded}")
 
     def take_bytes(self, name: str, shape: Sequence[int], *, nan: int | None = None) -> torch.Tensor:
         """uint8 tensor `name` of exactly `shape`, a view of the mapped file.
@@ -241,16 +257,6 @@ class WeightReader:
         self._bytes_done += entry.end - entry.start
         if self._progress is not None:
             self._progress(self._bytes_done, self.num_bytes)
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """Piece by piece: sums of narrow types make a wide copy. A sum settles nearly every piece; only huge
-    values need a closer look."""
-    for piece in tensor.reshape(-1).split(_CHECKED_AT_ONCE):
-        total = piece.sum(dtype=torch.float32 if piece.itemsize < 4 else None)
-        if not bool(torch.isfinite(total)) and not bool(torch.isfinite(piece).all()):
-            return False
-    return True
 
 
 def _view(file: SafetensorsFile, name: str) -> torch.Tensor:

@@ -26,37 +26,45 @@ class PageTable:
     """Page ids of one request in one attention group, in order of position. Grows, and can shrink back."""
 
     def __init__(self, page_ids: Iterable[int]) -> None:
-        ids = list(page_ids)
-        self._buffer = torch.zeros(max(8, len(ids)), dtype=torch.int64)
-        self._length = 0
-        self.extend(ids)
+        self._ids = array("q", page_ids)
+        self._tensor = torch.empty(0, dtype=torch.int64)
+        self._fill()
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._ids)
+
+    def __getitem__(self, unit: int) -> int:
+        return self._ids[unit]
 
     def extend(self, page_ids: Sequence[int]) -> None:
         if not page_ids:
             return
-        end = self._length + len(page_ids)
-        if end > self._buffer.shape[0]:
-            grown = torch.zeros(2 * end, dtype=torch.int64)
-            grown[: self._length] = self._buffer[: self._length]
-            self._buffer = grown
-        self._buffer[self._length : end] = torch.tensor(page_ids, dtype=torch.int64)
-        self._length = end
+        end = len(self._ids) + len(page_ids)
+        self._ids.extend(page_ids)
+        if end > self._tensor.shape[0]:
+            self._fill()
+        else:
+            self._tensor[end - len(page_ids) : end] = torch.tensor(page_ids, dtype=torch.int64)
+
+    def _fill(self) -> None:
+        """Every id again, in a tensor with room for as many more."""
+        self._tensor = torch.zeros(max(8, 2 * len(self._ids)), dtype=torch.int64)
+        if self._ids:
+            self._tensor[: len(self._ids)] = torch.frombuffer(self._ids, dtype=torch.int64)
 
     def replace(self, unit: int, page_id: int) -> int:
         """Reads `page_id` for `unit` from now on; returns the id it had."""
-        previous = int(self._buffer[unit])
-        self._buffer[unit] = page_id
+        previous = self._ids[unit]
+        self._ids[unit] = page_id
+        self._tensor[unit] = page_id
         return previous
 
     def truncate(self, length: int) -> None:
-        self._length = min(self._length, length)
+        del self._ids[length:]
 
     def pages(self, count: int) -> torch.Tensor:
         """int64 [count], the first `count` ids; a view."""
-        return self._buffer[:count]
+        return self._tensor[:count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +102,7 @@ def build_batch(
         WorkerError: the plan contradicts itself or the pools; names the request.
     """
     spans = _row_spans(plan.chunks)
-    token_ids = torch.cat([_token_ids(chunk, vocab_size) for chunk in plan.chunks])
+    token_ids = _token_ids(plan.chunks, vocab_size)
     record = _record(plan.chunks, spans)
     attention = [
         _attention_index(plan.chunks, spans, page_tables, group, geometry.match_unit, num_records[group])
@@ -174,14 +182,13 @@ def replay_index(
             row += count
         first += chunk.last_row_end - chunk.start
     indices = [
-        _index_of_states(
+        RecurrentIndex(
             tuple(spans),
-            [chunk.initial_slots[group] for chunk in chunks],
-            [chunk.running_slots[group] for chunk in chunks],
-            [],
+            tuple(chunk.initial_slots[group] for chunk in chunks),
+            tuple(chunk.running_slots[group] for chunk in chunks),
+            (),
             _tail_rows(layout, group),
             frozenset(range(len(spans))),
-            None,
         )
         for group in range(geometry.num_recurrent_groups)
     ]
@@ -201,18 +208,21 @@ def _row_spans(chunks: Sequence[ChunkPlan]) -> tuple[RowSpan, ...]:
     return tuple(spans)
 
 
-def _token_ids(chunk: ChunkPlan, vocab_size: int) -> torch.Tensor:
-    ids = array("I", chunk.tokens)
-    if len(ids) != chunk.end - chunk.start:
-        raise WorkerError(
-            f"request {chunk.request_id}: {len(ids)} token ids for positions [{chunk.start}, {chunk.end})"
-        )
-    ids.frombytes(chunk.draft_tokens)
-    if max(ids) >= vocab_size:
-        raise WorkerError(
-            f"request {chunk.request_id}: token id {max(ids)} is outside of vocabulary {vocab_size}"
-        )
-    return torch.tensor(ids, dtype=torch.int64)
+def _token_ids(chunks: Sequence[ChunkPlan], vocab_size: int) -> torch.Tensor:
+    all_ids = array("I")
+    for chunk in chunks:
+        ids = array("I", chunk.tokens)
+        if len(ids) != chunk.end - chunk.start:
+            raise WorkerError(
+                f"request {chunk.request_id}: {len(ids)} token ids for positions [{chunk.start}, {chunk.end})"
+            )
+        ids.frombytes(chunk.draft_tokens)
+        if max(ids) >= vocab_size:
+            raise WorkerError(
+                f"request {chunk.request_id}: token id {max(ids)} is outside of vocabulary {vocab_size}"
+            )
+        all_ids.extend(ids)
+    return torch.tensor(all_ids, dtype=torch.int64)
 
 
 def _attention_index(
@@ -223,9 +233,9 @@ def _attention_index(
     match_unit: int,
     num_pages: int,
 ) -> AttentionIndex:
-    tables = []
-    write_pages = []
-    offsets = []
+    tables: list[torch.Tensor] = []
+    write_pages: list[int] = []
+    offsets: list[int] = []
     for chunk in chunks:
         table = page_tables[chunk.request_id][group]
         needed = -(-chunk.last_row_end // match_unit)
@@ -234,15 +244,19 @@ def _attention_index(
                 f"request {chunk.request_id}: {chunk.last_row_end} tokens need {needed} pages, "
                 f"not {len(table)}"
             )
-        pages = table.pages(needed)
-        tables.append(pages)
-        positions = torch.arange(chunk.start, chunk.last_row_end)
-        write_pages.append(pages.index_select(0, positions // match_unit))
-        offsets.append(positions % match_unit)
-    written = torch.cat(write_pages)
-    if int(written.max()) >= num_pages or int(written.min()) < 0:
+        tables.append(table.pages(needed))
+        # Numbers, not tensors: a decode step of many requests has one row of each.
+        for position in range(chunk.start, chunk.last_row_end):
+            write_pages.append(table[position // match_unit])
+            offsets.append(position % match_unit)
+    if max(write_pages) >= num_pages or min(write_pages) < 0:
         raise WorkerError(f"attention group {group}: a page id is outside of the pool of {num_pages} records")
-    return AttentionIndex(spans, tuple(tables), written, torch.cat(offsets))
+    return AttentionIndex(
+        spans,
+        tuple(tables),
+        torch.tensor(write_pages, dtype=torch.int64),
+        torch.tensor(offsets, dtype=torch.int64),
+    )
 
 
 def _tail_rows(layout: CacheLayout, group: int) -> int:
@@ -262,7 +276,6 @@ def _recurrent_index(
     record: MixerRecord | None,
 ) -> RecurrentIndex:
     exports: list[StateExportIndex] = []
-    export_slots: list[int] = []
     for sequence, chunk in enumerate(chunks):
         previous = 0
         for export in chunk.exports:
@@ -277,11 +290,10 @@ def _recurrent_index(
                     f"{chunk.start} cannot have position {export.position}"
                 )
             previous = export.offset
-            exports.append(StateExportIndex(sequence, export.offset))
-            export_slots.append(export.slots[group])
-    initial = [chunk.initial_slots[group] for chunk in chunks]
-    running = [chunk.running_slots[group] for chunk in chunks]
-    _check_slots(group, initial, running + export_slots, num_slots)
+            exports.append(StateExportIndex(sequence, export.offset, export.slots[group]))
+    initial = tuple(chunk.initial_slots[group] for chunk in chunks)
+    running = tuple(chunk.running_slots[group] for chunk in chunks)
+    _check_slots(group, initial, [*running, *(export.slot for export in exports)], num_slots)
     for chunk in chunks:
         if chunk.num_drafts and chunk.initial_slots[group] == chunk.running_slots[group]:
             raise WorkerError(
@@ -289,52 +301,7 @@ def _recurrent_index(
                 f"it cannot run in place in slot {chunk.running_slots[group]}"
             )
     drafted = frozenset(number for number, chunk in enumerate(chunks) if chunk.num_drafts)
-    written = list(zip(exports, export_slots, strict=True))
-    return _index_of_states(spans, initial, running, written, tail_rows, drafted, record)
-
-
-def _index_of_states(
-    spans: tuple[RowSpan, ...],
-    initial: Sequence[int],
-    running: Sequence[int],
-    written: Sequence[tuple[StateExportIndex, int]],
-    tail_rows: int,
-    token_by_token: frozenset[int],
-    record: MixerRecord | None,
-) -> RecurrentIndex:
-    """Index over checked slots; `written`: exports and their slots, ascending."""
-    exports = [export for export, _ in written]
-    write_slots = [*running, *(slot for _, slot in written)]
-    raw_rows, tails, bases = [], [], []
-    for sequence, span in enumerate(spans):
-        base = span.first_row + sequence * tail_rows
-        bases.append(base)
-        tails.append(torch.arange(base, base + tail_rows))
-        raw_rows.append(torch.arange(base + tail_rows, base + tail_rows + span.length))
-    ends = [bases[sequence] + span.length for sequence, span in enumerate(spans)]
-    ends += [bases[export.sequence] + export.offset for export in exports]
-    singles = tuple(sequence for sequence, span in enumerate(spans) if span.length == 1)
-    starts_at_zero = [slot == ZERO_STATE for slot in initial]
-    return RecurrentIndex(
-        spans=spans,
-        # The running slot stands in where nothing is read: it gets written, so no other record is mapped.
-        initial_slots=torch.tensor(
-            [own if slot == ZERO_STATE else slot for own, slot in zip(running, initial, strict=True)],
-            dtype=torch.int64,
-        ),
-        starts_at_zero=torch.tensor(starts_at_zero),
-        any_zero=any(starts_at_zero),
-        exports=tuple(exports),
-        write_slots=torch.tensor(write_slots, dtype=torch.int64),
-        extended_raw_rows=torch.cat(raw_rows),
-        extended_tail_rows=torch.cat(tails),
-        extended_write_rows=(torch.tensor(ends).unsqueeze(1) + torch.arange(tail_rows)).flatten(),
-        single_sequences=singles,
-        single_rows=torch.tensor([spans[sequence].first_row for sequence in singles], dtype=torch.int64),
-        single_indices=torch.tensor(singles, dtype=torch.int64),
-        token_by_token=token_by_token,
-        record=record,
-    )
+    return RecurrentIndex(spans, initial, running, tuple(exports), tail_rows, drafted, record)
 
 
 def _check_slots(group: int, initial: Sequence[int], written: Sequence[int], num_slots: int) -> None:

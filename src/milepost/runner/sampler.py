@@ -53,7 +53,8 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
 
     Equal maxima: the lowest id. Log-probabilities are those of the raw logits.
     """
-    processed = [_processed(logits[number], row) for number, row in enumerate(rows)]
+    raw = logits.unbind(0)
+    processed = [_processed(raw[number], row) for number, row in enumerate(rows)]
     noisy = [number for number, row in enumerate(rows) if row.params.temperature > 0.0]
     if noisy:
         keys = [
@@ -63,10 +64,12 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
         noise = gumbel_noise(keys, logits.shape[1])
         for lane, number in enumerate(noisy):
             processed[number] = _filtered(processed[number], rows[number].params) + noise[lane]
-    token_ids = [int(row.argmax()) for row in processed]
+    if all(row is unchanged for row, unchanged in zip(processed, raw, strict=True)):
+        token_ids = logits.argmax(-1).tolist()
+    else:
+        token_ids = [int(row.argmax()) for row in processed]
     return [
-        with_logprobs(logits[number], token_id, rows[number].params)
-        for number, token_id in enumerate(token_ids)
+        with_logprobs(raw[number], token_id, rows[number].params) for number, token_id in enumerate(token_ids)
     ]
 
 

@@ -24,8 +24,9 @@ _MATCH_UNIT = 16
 _NUM_TOKENS = 130
 _CHECKPOINT = 64
 _NEIGHBOUR_TOKENS = 21
-_CUTS = (1, 2, 15, 16, 17, 32, 33)
-"""Chunk lengths around the row counts at which libraries change their algorithm; the rest follows."""
+_CUTS = (1, 2, 1, 2, 15, 16, 17, 32, 33)
+"""Chunk lengths around the row counts at which libraries change their algorithm; small ones twice, since
+kernels may run a step that they have seen in another way. The rest follows."""
 _NUM_SLOTS = 8
 _HEAD_ROWS = 33
 

@@ -86,6 +86,7 @@ class TorchWorker:
         self._geometry = geometry
         self._clock = clock
         self.pools = PoolSet(model.layout, geometry, cache_bytes)
+        self._forward = model.decoder.steps(self.pools.fields)
         self._requests: dict[int, _RequestState] = {}
         self._drafter = draft_runner(model, self.pools.fields, geometry.match_unit)
 
@@ -150,7 +151,7 @@ class TorchWorker:
         if self._model.expands_latents:
             prompt_ends = [self._request(chunk.request_id).num_prompt_tokens for chunk in plan.chunks]
             batch = with_expansion(batch, prompt_ends, self._model.kernels.exactness)
-        return batch, self._model.decoder.forward(batch.inputs, self.pools.fields, taps)
+        return batch, self._forward(batch.inputs, taps)
 
     def close(self) -> None:
         """Gives the cache memory back; no call may follow."""
@@ -264,8 +265,11 @@ class TorchWorker:
         """Samples, and captures logits where asked for; drops and returns the chunks that are not finite."""
         if not batch.head_chunks:
             return []
-        logits = self._model.decoder.logits(hidden.index_select(0, batch.head_rows))
-        finite = torch.isfinite(logits).all(-1).tolist()
+        # The rows ascend: as many as there are, are all.
+        is_all = batch.head_rows.shape[0] == hidden.shape[0]
+        heads = hidden if is_all else hidden.index_select(0, batch.head_rows)
+        logits = self._model.decoder.logits(heads)
+        finite = _finite_rows(logits)
         lanes: list[int] = []
         rows: list[SamplingRow] = []
         drawn: dict[int, list[SampledToken]] = {}
@@ -436,3 +440,12 @@ def _drawn_from(chunk: ChunkPlan, state: _RequestState) -> list[torch.Tensor]:
             f"not {chunk.output_position}"
         )
     return sampler.probabilities
+
+
+def _finite_rows(logits: torch.Tensor) -> list[bool]:
+    """Per row, whether it holds neither NaN nor infinity. A finite sum settles it; only huge values need a
+    closer look."""
+    if bool(torch.isfinite(logits.sum(-1)).all()):
+        return [True] * logits.shape[0]
+    finite: list[bool] = torch.isfinite(logits).all(-1).tolist()
+    return finite

@@ -1,0 +1,30 @@
+// What Python calls in every step. Arguments and results: the operations of milepost/kernels/api.py.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <optional>
+
+#include "python/plans.h"
+
+namespace milepost {
+
+void linear(nb::handle x, const PackedWeight& weight, nb::handle out, nb::handle residual);
+void rms_norm(nb::handle x, nb::handle weight, float eps, nb::handle out);
+void store_latents(nb::handle x, nb::handle weight, float eps, nb::handle pages, AttentionPlan& plan);
+void attend(nb::handle query, nb::handle pages, AttentionPlan& plan, int64_t value_width, float scale, nb::handle out);
+void attend_latents(nb::handle query, const PackedWeight& absorb_key, const PackedWeight& absorb_value, nb::handle pages,
+                    AttentionPlan& plan, float scale, nb::handle out, const PackedWeight* expand_key);
+void gqa_mixer(nb::handle query_gate, nb::handle key, nb::handle value, nb::handle query_norm, nb::handle key_norm,
+               float eps, nb::handle frequencies, nb::handle pages, AttentionPlan& plan, nb::handle out);
+void kda_mixer(nb::handle raw, nb::handle decay, nb::handle beta, nb::handle gate, nb::handle conv, nb::handle decay_log,
+               nb::handle dt_bias, nb::handle norm, float eps, std::optional<float> lower_bound, nb::handle tails,
+               nb::handle states, const RecurrentPlan& plan, nb::handle out);
+void gdn_mixer(nb::handle raw, nb::handle decay, nb::handle beta, nb::handle gate, nb::handle conv, nb::handle decay_log,
+               nb::handle dt_bias, nb::handle norm, float eps, nb::handle tails, nb::handle states,
+               const RecurrentPlan& plan, nb::handle out);
+void moe(nb::handle x, nb::handle logits, nb::handle bias, const Experts& experts, int64_t experts_per_token,
+         bool renormalize, float scaling, nb::handle shared, nb::handle residual, nb::handle out);
+void embed(nb::handle ids, nb::handle table, nb::handle out);
+
+}  // namespace milepost
