@@ -52,6 +52,16 @@ def check_exactness(mode: str) -> None:
         raise ConfigError("exactness", f"must be one of {', '.join(EXACTNESS_MODES)}, not {mode!r}")
 
 
+FP32, BF16 = STATE_DTYPES = ("fp32", "bf16")
+"""`--state-dtype`: in which the matrices of recurrent states are kept; running ones are always fp32."""
+
+
+def check_state_dtype(name: str) -> None:
+    """Raises: ConfigError: an unknown name."""
+    if name not in STATE_DTYPES:
+        raise ConfigError("state_dtype", f"must be one of {', '.join(STATE_DTYPES)}, not {name!r}")
+
+
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The prefix cache.

@@ -19,9 +19,9 @@ from tests.support.family_geometries import FAMILIES, tokens_per_state
 from tests.support.pairwise import pairwise
 
 from milepost.config import CacheConfig, SchedulerConfig
+from milepost.core.coordinator import Match
 from milepost.core.geometry import AttentionGroupSpec, CacheGeometry, RecurrentGroupSpec
 from milepost.core.hashing import CacheDomain, KeyChain, MediaSpan
-from milepost.core.prefix_cache import Match
 from milepost.sim.drafting import DraftingConfig
 from milepost.sim.fakes import WorkerFaults
 from milepost.sim.model import FingerprintModel

@@ -119,7 +119,7 @@ def test_a_request_without_a_hit_starts_from_zero_in_used_slots(shape: Shape) ->
     with Scene(shape, cache_bytes=budget) as scene:
         for _ in range(3):
             scene.send(scene.tokens(units * shape.unit - 1), max_tokens=2)
-        tenants = [set(slots) for slots in scene.world.worker.slots]
+        tenants = [set(slots) for slots in scene.world.worker.slots.values()]
         assert all(tenants)
         scene.world.reset()
         cold = scene.submit(scene.tokens(units * shape.unit - 1), max_tokens=2)

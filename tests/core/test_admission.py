@@ -9,7 +9,7 @@ import pytest
 from tests.core.harness import RECORD_BYTES, Harness, make_cache, make_chain, make_geometry, numbered
 from tests.core.test_eviction import grow, random_forest
 
-from milepost.core.admission import largest_request_tokens, worst_case_bytes
+from milepost.core.admission import in_use_bytes, largest_request_tokens, worst_case_bytes
 from milepost.core.geometry import AttentionGroupSpec, CacheGeometry, RecurrentGroupSpec
 from milepost.core.queues import BACKGROUND_PRIORITY
 from milepost.errors import RequestError
@@ -186,7 +186,7 @@ def test_bytes_in_use_are_what_is_left_after_evicting_everything() -> None:
         path = random.Random(seed).choice([[], *([lease.tip] for lease in leases)])
         for node in path:
             path = [node, *cache.tree.ancestors(node)][-2::-1]
-        in_use = cache.in_use_bytes(leases, path)
+        in_use = in_use_bytes(cache, leases, path)
         cache.evictor.evict_all()
         assert cache.memory.used_bytes == in_use
         fresh = make_chain(numbered(9, 50))
@@ -195,11 +195,11 @@ def test_bytes_in_use_are_what_is_left_after_evicting_everything() -> None:
         assert reservation is not None
         cache.confirm(lease, reservation)
         leases.append(lease)
-        assert cache.in_use_bytes(leases) == cache.memory.used_bytes
+        assert in_use_bytes(cache, leases) == cache.memory.used_bytes
         cache.publish(lease, 9, [8], None, 0.0)
-        assert cache.in_use_bytes(leases) == cache.memory.used_bytes
+        assert in_use_bytes(cache, leases) == cache.memory.used_bytes
         match = cache.match(make_chain(numbered(9, 50)), 9)
-        assert cache.in_use_bytes(leases, match.path[: match.units]) == cache.memory.used_bytes
+        assert in_use_bytes(cache, leases, match.path[: match.units]) == cache.memory.used_bytes
 
 
 def test_a_path_that_would_be_pinned_counts_before_it_is() -> None:
@@ -207,8 +207,8 @@ def test_a_path_that_would_be_pinned_counts_before_it_is() -> None:
     grow(cache, numbered(16), [4, 8, 16])
     match = cache.match(make_chain(numbered(12)), 12)
     assert match.units == 2
-    assert cache.in_use_bytes([], match.path[:2]) == (2 * 2 + 3) * RECORD_BYTES
-    assert cache.in_use_bytes([], match.path[:0]) == 0
+    assert in_use_bytes(cache, [], match.path[:2]) == (2 * 2 + 3) * RECORD_BYTES
+    assert in_use_bytes(cache, [], match.path[:0]) == 0
 
 
 def test_the_largest_request_is_bounded_by_model_and_budget() -> None:

@@ -11,6 +11,7 @@ import pytest
 from tests.core.harness import Harness, make_cache, make_chain, make_geometry, numbered
 
 from milepost.core import reasons
+from milepost.core.admission import in_use_bytes
 from milepost.core.hashing import MediaSpan
 from milepost.core.prefix_cache import PrefixCache
 
@@ -180,7 +181,7 @@ def test_a_finished_request_lets_the_head_look_without_walking_the_others() -> N
     def make(num_tokens: int) -> Callable[[], object]:
         harness = decoding(8, num_tokens)
         leases = [r.lease for r in harness.requests.values() if r.lease is not None]
-        return lambda: harness.cache.in_use_bytes(leases)
+        return lambda: in_use_bytes(harness.cache, leases)
 
     assert growth(make, 100) == 1.0
 

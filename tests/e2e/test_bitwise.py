@@ -183,7 +183,7 @@ def check(driver: Driver, case: dict[str, Any], seed: int, fault: Fault | None =
     assert torch.equal(logits, expected)
 
     start_slot, running_slot = checkpoint, 7
-    pool = driver.worker.pools.recurrent_pool(0)
+    pool = driver.worker.pools.checkpoint_pool(0)
     if case["state"] == "in_place":
         running_slot = checkpoint
     elif case["state"] == "copied":

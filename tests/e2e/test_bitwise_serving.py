@@ -229,7 +229,7 @@ def flip_state(engine: Replica, prompt: list[int]) -> None:
     chain = KeyChain(array("I", prompt), CacheDomain(), UNIT)
     while (node := engine.scheduler.cache.node_at(chain, unit * UNIT)) is None or node.states is None:
         unit -= 1
-    pool = engine.worker.pools.recurrent_pool(0)
+    pool = engine.worker.pools.checkpoint_pool(0)
     flip(pool._bytes.view(pool.num_records, pool.record_bytes)[node.states[0]], 4098)
 
 

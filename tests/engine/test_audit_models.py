@@ -99,7 +99,7 @@ class Server:
         """Overwrite the recurrent state at `position`, without telling anybody."""
         slots = self.node(prompt, position).states
         assert slots is not None
-        pool = self.worker.pools.recurrent_pool(0)
+        pool = self.worker.pools.checkpoint_pool(0)
         record = pool._bytes.view(pool.num_records, pool.record_bytes)[slots[0]]
         record[: pool.record_bytes // 4] = 0
 

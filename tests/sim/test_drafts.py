@@ -218,8 +218,9 @@ def wrong_state(groups: slice, *, only_on_boundaries: bool = False) -> Callable[
             if result is not None and is_hit and not (only_on_boundaries and result.end % self.match_unit):
                 path = self._truth[chunk.request_id].path[chunk.end : chunk.end + 1]
                 self.tree.extend(path, array("I", chunk.draft_tokens))
-                for group, slot in list(enumerate(chunk.running_slots))[groups]:
-                    self._set_slot(group, slot, path[-1])
+                pools = self.geometry.running_pools
+                for pool, slot in list(zip(pools, chunk.running_slots, strict=True))[groups]:
+                    self._set_slot(pool, slot, path[-1])
             return result
 
         patch.setattr(FingerprintWorker, "_write", write_rows)
@@ -236,8 +237,8 @@ def state_after_a_padded_row(patch: pytest.MonkeyPatch) -> None:
         if result is not None and chunk.num_samples and not chunk.num_drafts and len(starts) > 1:
             path = self._truth[chunk.request_id].path[chunk.end : chunk.end + 1]
             self.tree.extend(path, array("I", [0]))
-            for group, slot in enumerate(chunk.running_slots):
-                self._set_slot(group, slot, path[-1])
+            for pool, slot in zip(self.geometry.running_pools, chunk.running_slots, strict=True):
+                self._set_slot(pool, slot, path[-1])
         return result
 
     patch.setattr(FingerprintWorker, "_write", write_padded)
@@ -253,7 +254,7 @@ def slot_left_behind(patch: pytest.MonkeyPatch) -> None:
 
     take = Lease.take_reserved
 
-    def forget(self: Lease) -> list[list[int]]:
+    def forget(self: Lease) -> tuple[list[list[int]], list[int] | None]:
         self.previous = None
         return take(self)
 

@@ -447,7 +447,7 @@ def test_unacknowledged_export_is_poison() -> None:
     chunk = bench.chunk(0, 0, 10, [0, 1, 2], ZERO_STATE, 0, exports=((4, 1), (8, 2)))
     result = bench.run([chunk], started=[bench.started(0, [])])
     assert result.chunk_results[0].exported_positions == [4]  # type: ignore[attr-defined]
-    assert bench.worker.slots[0][2] == POISON
+    assert bench.worker.slots[2][2] == POISON
     bench.expect(1)
     with fires("poison state"):
         bench.run([bench.chunk(1, 8, 10, [3], 2, 4)], started=[bench.started(1, [0, 1])])
@@ -460,7 +460,7 @@ def test_dropped_result_is_poison() -> None:
         [bench.chunk(0, 0, 8, [0, 1], ZERO_STATE, 0, exports=((4, 1),))], started=[bench.started(0, [])]
     )
     assert result.chunk_results == []  # type: ignore[attr-defined]
-    assert bench.worker.slots[1][1] == POISON
+    assert bench.worker.slots[3][1] == POISON
     bench.expect(1)
     with fires("poison page"):
         bench.run([bench.chunk(1, 4, 10, [3, 4], 1, 2)], started=[bench.started(1, [0])])
@@ -471,7 +471,7 @@ def test_torn_step_is_poison_and_raises() -> None:
     bench.expect(0)
     with pytest.raises(WorkerError):
         bench.run([bench.chunk(0, 0, 8, [0, 1], ZERO_STATE, 0)], started=[bench.started(0, [])])
-    assert bench.worker.slots[0][0] == POISON
+    assert bench.worker.slots[2][0] == POISON
     bench.expect(1)
     with fires("poison page"):
         bench.run([bench.chunk(1, 4, 10, [3, 4], 0, 2)], started=[bench.started(1, [0])])

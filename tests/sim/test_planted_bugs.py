@@ -197,7 +197,7 @@ def hit_mutates_its_checkpoint(patch: pytest.MonkeyPatch) -> None:
         slots = (
             lease.tip.states
             if lease.tip.states is not None
-            else self._acquire_slots(taken, now, may_evict=True)
+            else self._acquire_slots(self._running_pools, taken, now, may_evict=True)
         )
         taken.running = slots
         return slots is not None

@@ -183,7 +183,7 @@ def test_a_published_state_that_holds_something_else_is_found() -> None:
     one.step()
     node = next(iter(one.scheduler.cache.tree.state_nodes.values()))
     assert node.states is not None
-    one.worker.slots[0][node.states[0]] += 1
+    one.worker.slots[1][node.states[0]] += 1
     with pytest.raises(SimulationError, match="does not hold its state"):
         one.step()
 

@@ -47,6 +47,7 @@ class TrackedRequest:
     num_processed: int = 0
     sampling: SamplingParams = field(default_factory=lambda: GREEDY)
     started: bool = False
+    starts_from_checkpoint: bool = False
 
 
 class Driver:
@@ -75,8 +76,9 @@ class Driver:
 
     def poison(self) -> None:
         """Fills every record of every pool with NaN."""
-        for view in self.worker.pools.fields.values():
-            view.fill_(float("nan"))
+        for views in (self.worker.pools.fields, self.worker.pools.checkpoints):
+            for view in views.values():
+                view.fill_(float("nan"))
 
     def recycle(self) -> None:
         """Ends all requests; all pages are free again, and every record is NaN."""
@@ -105,6 +107,7 @@ class Driver:
             start_slot,
             num_processed,
             sampling,
+            starts_from_checkpoint=start_slot != ZERO_STATE,
         )
 
     def plan(
@@ -158,8 +161,10 @@ class Driver:
                     ],
                     num_samples=int(sample),
                     output_position=max(0, end - len(sequence.tokens)),
+                    starts_from_checkpoint=sequence.starts_from_checkpoint,
                 )
             )
+            sequence.starts_from_checkpoint = False
             sequence.num_processed = end
             sequence.start_slot = sequence.running_slot
         return step
@@ -205,9 +210,14 @@ class Driver:
         return seen[0]
 
     def state(self, slot: int) -> dict[tuple[int, str], torch.Tensor]:
-        """Copies of all fields of one state slot."""
+        """Copies of all fields of one slot of a running state."""
         names = [(f.layer, f.name) for group in self.model.layout.recurrent for f in group.fields]
         return {name: self.worker.pools.fields[name][slot].clone() for name in names}
+
+    def checkpoint(self, slot: int) -> dict[tuple[int, str], torch.Tensor]:
+        """The same of one checkpoint."""
+        pools = self.worker.pools
+        return {name: (pools.checkpoints or pools.fields)[name][slot].clone() for name in self.state(slot)}
 
     def page_rows(self, sequence: TrackedRequest, end: int) -> dict[tuple[int, str], torch.Tensor]:
         """Copies of what the pages of a sequence hold for positions [0, end)."""

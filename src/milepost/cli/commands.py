@@ -12,7 +12,7 @@ from rich.console import Console
 from milepost import __version__
 from milepost.cli import options as opt
 from milepost.cli.cache import app as cache_app
-from milepost.config import DEFAULT_AUDIT_SHARE, DEFAULT_MATCH_UNIT, EXACT, SchedulerConfig
+from milepost.config import DEFAULT_AUDIT_SHARE, DEFAULT_MATCH_UNIT, EXACT, FP32, SchedulerConfig
 from milepost.errors import ConfigError, MilepostError, RequestError
 
 app = typer.Typer(
@@ -91,6 +91,7 @@ def serve(
     max_model_len: opt.MaxModelLen = None,
     dtype: opt.Dtype = "auto",
     quantization: opt.Quantization = "none",
+    state_dtype: opt.StateDtype = FP32,
     seed: opt.ServerSeed = None,
     cache_bytes: opt.CacheBytes = opt.DEFAULT_CACHE_SIZE,
     prefix_match_unit: opt.MatchUnit = DEFAULT_MATCH_UNIT,
@@ -150,6 +151,7 @@ def serve(
         max_model_len=max_model_len,
         dtype=dtype,
         quantization=quantization,
+        state_dtype=state_dtype,
         seed=seed,
         served_model_name=served_model_name,
         exactness=exactness,
@@ -187,6 +189,7 @@ def chat(
     max_model_len: opt.MaxModelLen = None,
     dtype: opt.Dtype = "auto",
     quantization: opt.Quantization = "none",
+    state_dtype: opt.StateDtype = FP32,
     seed: opt.ServerSeed = None,
     cache_bytes: opt.CacheBytes = opt.DEFAULT_CACHE_SIZE,
     prefix_match_unit: opt.MatchUnit = DEFAULT_MATCH_UNIT,
@@ -204,6 +207,7 @@ def chat(
         max_model_len=max_model_len,
         dtype=dtype,
         quantization=quantization,
+        state_dtype=state_dtype,
         seed=seed,
         speculative_config=speculative_config,
     )
@@ -252,6 +256,7 @@ def info(
     max_model_len: opt.MaxModelLen = None,
     dtype: opt.Dtype = "auto",
     quantization: opt.Quantization = "none",
+    state_dtype: opt.StateDtype = FP32,
     cache_bytes: opt.CacheBytes = opt.DEFAULT_CACHE_SIZE,
     prefix_match_unit: opt.MatchUnit = DEFAULT_MATCH_UNIT,
     prefix_cache_retention_interval: opt.RetentionInterval = None,
@@ -273,6 +278,7 @@ def info(
         dtype=dtype,
         speculative_config=speculative_config,
         quantization=quantization,
+        state_dtype=state_dtype,
     )
     show_info(model, options, check_weights=check_weights)
 

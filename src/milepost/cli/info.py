@@ -12,7 +12,9 @@ from milepost.cli.fit import draft_text, fit_of, interval_text
 from milepost.cli.sizes import format_size
 
 if TYPE_CHECKING:
+    from milepost.core.geometry import CacheGeometry
     from milepost.engine.serving import ServingOptions
+    from milepost.models.description import ModelDescription
 
 
 def show_info(directory: Path | None, options: ServingOptions, *, check_weights: bool = False) -> None:
@@ -47,8 +49,7 @@ def show_info(directory: Path | None, options: ServingOptions, *, check_weights:
         "vocabulary": f"{about.vocab_size:,}",
         "declared context": f"{about.max_model_len:,} tokens",
         "KV bytes per token": f"{geometry.bytes_per_token:,}",
-        "bytes per state": f"{geometry.state_bytes:,} ({format_size(geometry.state_bytes)})",
-        "of one linear layer": f"{about.layer_state_bytes:,}",
+        **_states(about, geometry),
         "one state costs as much as": _break_even(about.break_even_tokens),
         "match unit": f"{cache.match_unit} tokens; a page record takes {format_size(geometry.unit_bytes)}",
         "checkpoint interval": interval_text(fit)
@@ -66,6 +67,15 @@ def show_info(directory: Path | None, options: ServingOptions, *, check_weights:
     for name, value in rows.items():
         table.add_row(name, value)
     Console().print(table)
+
+
+def _states(about: ModelDescription, geometry: CacheGeometry) -> dict[str, str]:
+    kept, running = geometry.kept_state_bytes, geometry.state_bytes
+    rows = {"bytes per state": f"{kept:,} ({format_size(kept)})"}
+    if geometry.keeps_states_apart:
+        rows["while it runs"] = f"{running:,} ({format_size(running)})"
+    rows["of one linear layer"] = f"{about.layer_state_bytes:,}"
+    return rows
 
 
 def _checked_weights(path: Path, options: ServingOptions) -> str:

@@ -83,6 +83,14 @@ Quantization = Annotated[
         help="Round weights to integers while they are loaded: int8, int4 or none.",
     ),
 ]
+StateDtype = Annotated[
+    str,
+    typer.Option(
+        "--state-dtype",
+        help="Dtype in which the matrices of recurrent states are kept: fp32, or bf16, which takes half the "
+        "bytes and makes a hit numeric. Running states are fp32.",
+    ),
+]
 Exactness = Annotated[
     str,
     typer.Option(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from milepost.config import CacheConfig, SchedulerConfig
+from milepost.core.coordinator import Match
 from milepost.core.geometry import CacheGeometry
 from milepost.core.lease import Lease
-from milepost.core.prefix_cache import Match, PrefixCache
+from milepost.core.prefix_cache import PrefixCache
 from milepost.core.request import Request
 from milepost.core.transfers import Transfers
+from milepost.core.tree import Node
 from milepost.core.units import ceil_div
 from milepost.errors import ConfigError
 
@@ -29,7 +31,7 @@ def largest_request_tokens(geometry: CacheGeometry, cache: CacheConfig, config: 
         raise ConfigError(
             "cache_bytes",
             f"{cache.cache_bytes} bytes cannot hold one request: pages of one match unit "
-            f"({geometry.unit_bytes} bytes) and one running state ({geometry.checkpoint_bytes} bytes) "
+            f"({geometry.unit_bytes} bytes) and its states ({geometry.request_state_bytes} bytes) "
             f"need {needed}. Raise --cache-bytes",
         )
     return tokens
@@ -39,7 +41,29 @@ def worst_case_bytes(cache: PrefixCache, num_tokens: int, num_units_held: int, *
     """Bytes still to be taken until `num_tokens` + 1 tokens are processed."""
     units = max(0, ceil_div(num_tokens + 1, cache.match_unit) - num_units_held)
     states = 0 if has_running else 1
-    return units * cache.unit_bytes + states * cache.checkpoint_bytes
+    return units * cache.unit_bytes + states * cache.running_bytes
+
+
+def in_use_bytes(
+    cache: PrefixCache, leases: Iterable[Lease], path: Sequence[Node] = (), pinned: Iterable[Node] = ()
+) -> int:
+    """Bytes no eviction can free: what `leases`, which are all in force, hold, the nodes of `path`,
+    and the nodes somebody else has `pinned`. O(leases + units of `path` that are not in use)."""
+    units = cache.tree.num_units_in_use
+    for node in reversed(path):
+        if node.num_users:
+            break
+        units += 1
+    tips = {id(node): node for node in (*path[-1:], *pinned)}
+    num_running = num_checkpoints = 0
+    for lease in leases:
+        tips[id(lease.tip)] = lease.tip
+        num_running += (lease.running is not None) + (lease.previous is not None)
+        num_checkpoints += len(lease.exports)
+        units += max(0, lease.num_units - lease.tip.depth)
+    num_checkpoints += sum(tip.states is not None for tip in tips.values())
+    states = num_running * cache.running_bytes + num_checkpoints * cache.checkpoint_bytes
+    return units * cache.unit_bytes + states
 
 
 def fits(
@@ -65,5 +89,5 @@ def fits(
     if needed <= cache.memory.free_bytes:
         return True
     leases.extend(transfers.leases())
-    in_use = cache.in_use_bytes(leases, match.path[: match.units], transfers.pinned())
+    in_use = in_use_bytes(cache, leases, match.path[: match.units], transfers.pinned())
     return in_use + needed <= cache.memory.budget_bytes

@@ -53,6 +53,7 @@ def build_chunk(
         draft_tokens=drafts.tokens,
         num_own_drafts=drafts.num_own,
         draft_sampling=drafts.sampling,
+        starts_from_checkpoint=reservation.starts_from_checkpoint,
         scored_offset=scored_start - start,
         scored_tokens=token_bytes(request.tokens[scored_start + 1 : scored_end + 1]),
         num_score_logprobs=request.prompt_logprobs or 0,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from milepost.core.groups.attention import AttentionGroup
 from milepost.core.groups.recurrent import RecurrentGroup
+from milepost.core.losses import Loss
 from milepost.core.tree import Node
 
 
@@ -26,6 +27,31 @@ class JointHit:
     attention_units: int
     units_by_group: dict[str, int]
     limiting_group: str | None
+
+
+@dataclass(slots=True)
+class Match:
+    """What a lookup found.
+
+    Attributes:
+        position: tokens that can be reused.
+        path: nodes of the units that exist for these tokens, from the first one.
+        hit: per-group reach, in units.
+        limit_units: units a hit could cover at most (the last token is always computed).
+        is_media_bound: a deeper boundary was given up because it splits a media item.
+        loss: the deepest boundary behind the hit that was evicted or refused, if any.
+    """
+
+    position: int
+    path: list[Node]
+    hit: JointHit
+    limit_units: int
+    is_media_bound: bool = False
+    loss: Loss | None = None
+
+    @property
+    def units(self) -> int:
+        return self.hit.units
 
 
 def joint_hit(

@@ -117,20 +117,20 @@ class DraftPlanner:
         if not cache.recurrent:
             return end
         last = lease.shared(end) if lease.is_caching else start
-        boundaries = range(ceil_to(start + 1, unit), last, unit)
         alignment = cache.geometry.checkpoint_alignment
-        for boundary in boundaries:
+        for boundary in range(ceil_to(start + 1, unit), last, unit):
             if not is_legal_export(start, end, boundary, unit, alignment):
                 end = boundary
                 break
         if end <= start + 1 or not _part(cache, lease, reservation, self._now):
             return start + 1
-        for boundary in boundaries:
-            if boundary >= end:
-                break
+        for boundary in range(ceil_to(start + 1, unit), min(last, end) + 1, unit):
+            if boundary in lease.exports or (boundary == end and not cache.is_end_exported(lease, end)):
+                continue
             slots = cache.take_slots(self._now, may_evict=True)
             if slots is None:
-                return boundary
+                # A chunk without drafts gets there next, and says so if it finds no room either.
+                return boundary - 1 if cache.is_end_exported(lease, boundary) else boundary
             lease.exports[boundary] = (slots, reasons.DECODE)
         return end
 
@@ -197,7 +197,7 @@ def _part(cache: PrefixCache, lease: Lease, reservation: Reservation, now: float
     """Let `lease` write another slot than the one it starts from; False if there is none."""
     if lease.running != reservation.initial:
         return True
-    slots = cache.take_slots(now, may_evict=True)
+    slots = cache.take_running(now)
     if slots is None:
         return False
     lease.previous, lease.running = lease.running, slots

@@ -289,8 +289,8 @@ class Evictor:
 
     def _free_state(self, node: Node, move: str) -> None:
         reason = node.reason
-        for index, slot in enumerate(self.tree.detach_state(node)):
-            self.memory.release(self.geometry.num_attention_groups + index, slot)
+        for pool, slot in zip(self.geometry.checkpoint_pools, self.tree.detach_state(node), strict=True):
+            self.memory.release(pool, slot)
         self.counters.evictions[move, reason] += 1
         self.counters.evicted_bytes += self._checkpoint_bytes
         self.losses.remember(node.key, move, reason)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from itertools import islice
 
 from milepost.core import reasons
+from milepost.core.coordinator import Match
 from milepost.core.hashing import KeyChain, tokens_from_bytes
 from milepost.core.metrics import CacheCounters
-from milepost.core.prefix_cache import Match, PrefixCache
+from milepost.core.prefix_cache import PrefixCache
 from milepost.core.request import ReuseReport
 from milepost.core.tree import Node
 

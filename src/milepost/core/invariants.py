@@ -113,20 +113,21 @@ def _audit_states(cache: PrefixCache, leases: Sequence[Lease]) -> list[str]:
 def _audit_ownership(cache: PrefixCache, leases: Sequence[Lease]) -> list[str]:
     """Every record in use has exactly one owner."""
     owners: list[Counter[int]] = [Counter() for _ in cache.geometry.pool_record_bytes]
-    num_attention = len(cache.attention)
+    checkpoint_pools, running_pools = cache.geometry.checkpoint_pools, cache.geometry.running_pools
     for node in cache.tree.index.values():
         for pool, page in enumerate(node.pages):
             owners[pool][page] += 1
-        for index, slot in enumerate(node.states or ()):
-            owners[num_attention + index][slot] += 1
+        for pool, slot in zip(checkpoint_pools, node.states or (), strict=False):
+            owners[pool][slot] += 1
     for lease in leases:
         for pool, table in enumerate(lease.page_tables):
             owners[pool].update(table[lease.tip.depth :])
-        slot_lists = [slots for slots, _ in lease.exports.values()]
-        slot_lists += [slots for slots in (lease.running, lease.previous) if slots is not None]
-        for slots in slot_lists:
-            for index, slot in enumerate(slots):
-                owners[num_attention + index][slot] += 1
+        for slots, _ in lease.exports.values():
+            for pool, slot in zip(checkpoint_pools, slots, strict=True):
+                owners[pool][slot] += 1
+        for running in (lease.running, lease.previous):
+            for pool, slot in zip(running_pools, running or (), strict=False):
+                owners[pool][slot] += 1
     problems = []
     for pool, counts in enumerate(owners):
         used = cache.memory.used_ids(pool)

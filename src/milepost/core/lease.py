@@ -65,10 +65,9 @@ class Lease:
         """`position`, or the last one before it that may be published."""
         return position if self.shared_end is None else min(position, self.shared_end)
 
-    def take_reserved(self) -> list[list[int]]:
-        """Slots of `exports` and `previous`, to be given back; the lease forgets them."""
-        taken = [slots for slots, _ in self.exports.values()]
-        taken += [] if self.previous is None else [self.previous]
+    def take_reserved(self) -> tuple[list[list[int]], list[int] | None]:
+        """Slots of `exports`, and `previous`, to be given back; the lease forgets them."""
+        taken = [slots for slots, _ in self.exports.values()], self.previous
         self.exports, self.previous = {}, None
         return taken
 
@@ -97,5 +96,7 @@ class Reservation:
     """(pool, record id) of everything taken, for rollback."""
     initial: list[int]
     """Per recurrent group, where the chunk reads its initial state."""
+    starts_from_checkpoint: bool = False
+    """`initial` are the slots of a checkpoint."""
     reclaimed_reason: str | None = None
     """Set if `running` is the tip's own checkpoint, which `confirm` takes off the tree."""

@@ -75,7 +75,7 @@ class WorkerRequest:
 
 @dataclass(slots=True)
 class StateExport:
-    """Write the state at `position` into `slots` (one per recurrent group).
+    """Write the state at `position` into `slots` (one per recurrent group) of checkpoints.
 
     `offset` = position - chunk start, 1 <= offset <= chunk length; offset == length is the state
     at the end of the chunk.
@@ -100,6 +100,8 @@ class ChunkPlan:
             Applied before `new_pages`.
         initial_slots: per recurrent group, where to read the state at `start`: a slot, or ZERO_STATE.
             The slot is read only; it may be a checkpoint shared with other requests.
+        starts_from_checkpoint: `initial_slots` are those of a checkpoint. Where checkpoints are kept apart
+            it is converted into `running_slots` first, and the chunk has no drafts.
         running_slots: per recurrent group, where to write the state at `end`. May equal
             `initial_slots` (in place).
         exports: ascending by offset.
@@ -146,6 +148,7 @@ class ChunkPlan:
     num_own_drafts: int = 0
     draft_sampling: str = GREEDY
     has_unfit_draft: bool = False
+    starts_from_checkpoint: bool = False
 
     @property
     def num_drafts(self) -> int:
@@ -166,7 +169,7 @@ class ChunkPlan:
 
 @dataclass(slots=True)
 class StateCopy:
-    """Copy a state slot inside one recurrent group's pool, before the forward pass."""
+    """Copy a slot inside one recurrent group's pool of running states, before the forward pass."""
 
     group: int
     source_slot: int
@@ -177,7 +180,7 @@ class StateCopy:
 class PoolDiscard:
     """Records whose memory goes back to the operating system before anything else in the step.
 
-    `pool` counts attention groups first, then recurrent groups.
+    `pool` counts as in `CacheGeometry.pool_record_bytes`.
     """
 
     pool: int

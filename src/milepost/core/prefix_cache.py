@@ -11,18 +11,16 @@ audit    every violated invariant, as text.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from milepost.config import CacheConfig
 from milepost.core import reasons
-from milepost.core.coordinator import JointHit, joint_hit
+from milepost.core.coordinator import JointHit, Match, joint_hit
 from milepost.core.eviction import Evictor
 from milepost.core.geometry import CacheGeometry
 from milepost.core.groups.attention import AttentionGroup
 from milepost.core.groups.recurrent import RecurrentGroup
 from milepost.core.hashing import KeyChain
 from milepost.core.lease import Lease, Reservation
-from milepost.core.losses import Loss
 from milepost.core.memory import Memory
 from milepost.core.metrics import CacheCounters
 from milepost.core.plan import ZERO_STATE
@@ -30,31 +28,6 @@ from milepost.core.retention import Rank, export_order
 from milepost.core.reuse import CONTINUATION_REASONS, KnownConversations
 from milepost.core.tree import NO_RECORD, Node, PrefixTree
 from milepost.core.units import ceil_div, floor_div, is_multiple
-
-
-@dataclass(slots=True)
-class Match:
-    """What a lookup found.
-
-    Attributes:
-        position: tokens that can be reused.
-        path: nodes of the units that exist for these tokens, from the first one.
-        hit: per-group reach, in units.
-        limit_units: units a hit could cover at most (the last token is always computed).
-        is_media_bound: a deeper boundary was given up because it splits a media item.
-        loss: the deepest boundary behind the hit that was evicted or refused, if any.
-    """
-
-    position: int
-    path: list[Node]
-    hit: JointHit
-    limit_units: int
-    is_media_bound: bool = False
-    loss: Loss | None = None
-
-    @property
-    def units(self) -> int:
-        return self.hit.units
 
 
 class PrefixCache:
@@ -66,17 +39,19 @@ class PrefixCache:
         self.match_unit = config.match_unit
         self.unit_bytes = geometry.unit_bytes
         self.checkpoint_bytes = geometry.checkpoint_bytes
+        self.running_bytes = geometry.running_bytes
+        self.keeps_states_apart = geometry.keeps_states_apart
         self.counters = CacheCounters()
         self.memory = Memory(geometry.pool_record_bytes, config.cache_bytes)
-        num_attention = geometry.num_attention_groups
+        self._checkpoint_pools, self._running_pools = geometry.checkpoint_pools, geometry.running_pools
         self.attention = [AttentionGroup(i, spec.name) for i, spec in enumerate(geometry.attention)]
         self.recurrent = [
-            RecurrentGroup(i, spec.name, num_attention + i) for i, spec in enumerate(geometry.recurrent)
+            RecurrentGroup(i, spec.name, self._checkpoint_pools[i])
+            for i, spec in enumerate(geometry.recurrent)
         ]
-        self.tree = PrefixTree(num_attention)
+        self.tree = PrefixTree(geometry.num_attention_groups)
         self.evictor = Evictor(self.tree, self.memory, geometry, self.counters)
         self.conversations = KnownConversations()
-        self._state_pools = [group.pool for group in self.recurrent]
         self._zero_state = [ZERO_STATE] * len(self.recurrent)
 
     # -- match ---------------------------------------------------------------------------------
@@ -139,9 +114,16 @@ class PrefixCache:
         return taken.new_pages
 
     def take_slots(self, now: float, *, may_evict: bool) -> list[int] | None:
-        """One slot per recurrent group, to be filled from outside between steps; None if there is no room."""
+        """Slots for a checkpoint, to be filled from outside between steps; None if there is no room."""
+        return self._take(self._checkpoint_pools, now, may_evict=may_evict)
+
+    def take_running(self, now: float) -> list[int] | None:
+        """Slots for one more running state; None if there is no room."""
+        return self._take(self._running_pools, now, may_evict=True)
+
+    def _take(self, pools: Sequence[int], now: float, *, may_evict: bool) -> list[int] | None:
         taken = Reservation([], None, {}, [], [], [])
-        slots = self._acquire_slots(taken, now, may_evict=may_evict)
+        slots = self._acquire_slots(pools, taken, now, may_evict=may_evict)
         for pool, record_id in taken.records:
             self.memory.keep(pool, record_id)
         return slots
@@ -183,16 +165,44 @@ class PrefixCache:
             return lease.running
         return lease.tip.states if lease.tip.states is not None else self._zero_state
 
+    def is_end_exported(self, lease: Lease, end: int) -> bool:
+        """Whether a chunk that ends at `end` has to export the state there to keep it: it stands on a
+        boundary that will be published, and cannot become a checkpoint by changing hands."""
+        return (
+            self.keeps_states_apart
+            and lease.is_caching
+            and is_multiple(end, self.match_unit)
+            and lease.shared(end) == end
+        )
+
+    def is_supplied(self, lease: Lease, start: int) -> bool:
+        """Whether one token at `start` needs no record: it goes on in its own slots and its last page."""
+        if lease.running is None or self.is_end_exported(lease, start + 1):
+            return False
+        return not is_multiple(start, self.match_unit) or not lease.page_tables
+
     def reserve(
-        self, lease: Lease, end: int, exports: Sequence[tuple[int, str]], now: float
+        self,
+        lease: Lease,
+        end: int,
+        exports: Sequence[tuple[int, str]],
+        now: float,
+        end_reason: str | None = None,
     ) -> Reservation | None:
         """Records for computing up to `end` and for `exports` = (position, reason).
 
         Pages and the running state are all or nothing (None = no room, nothing taken). Exports are
         served in order of importance. Those that this request is taken up from make room like pages do,
         the others push out only what is worth less; one that finds no room is listed in `refused`.
+
+        Args:
+            end_reason: why the state at `end` is wanted, if it is. Where it has to be exported it always
+                is, since the request could be ended there.
         """
         taken = Reservation([[] for _ in self.attention], None, {}, [], [], list(self.initial_slots(lease)))
+        taken.starts_from_checkpoint = lease.running is None and lease.tip.states is not None
+        if self.is_end_exported(lease, end):
+            exports = [*exports, (end, end_reason or reasons.INTERVAL)]
         missing = ceil_div(end, self.match_unit) - lease.num_units
         for group in self.attention:
             pages = taken.new_pages[group.index]
@@ -211,7 +221,7 @@ class PrefixCache:
             worth = None
             if reason not in reasons.REQUIRED and self.memory.free_bytes < self.checkpoint_bytes:
                 worth = self.evictor.export_worth(lease, taken.exports, position, reason, now)
-            slots = self._acquire_slots(taken, now, may_evict=True, below=worth)
+            slots = self._acquire_slots(self._checkpoint_pools, taken, now, may_evict=True, below=worth)
             if slots is None:
                 taken.refused.append((position, reason))
             else:
@@ -247,10 +257,10 @@ class PrefixCache:
         reservation.records = []
 
     def _reserve_running(self, lease: Lease, taken: Reservation, now: float) -> bool:
-        slots = self._acquire_slots(taken, now, may_evict=True)
+        slots = self._acquire_slots(self._running_pools, taken, now, may_evict=True)
         if slots is None:
             tip = lease.tip
-            if tip.states is None or tip.pins != 1:
+            if self.keeps_states_apart or tip.states is None or tip.pins != 1:
                 return False
             # Nothing can make room: serve on, in place, without the checkpoint this lease stands on.
             taken.reclaimed_reason = tip.reason
@@ -268,11 +278,17 @@ class PrefixCache:
         return True
 
     def _acquire_slots(
-        self, taken: Reservation, now: float, *, may_evict: bool, below: Rank | None = None
+        self,
+        pools: Sequence[int],
+        taken: Reservation,
+        now: float,
+        *,
+        may_evict: bool,
+        below: Rank | None = None,
     ) -> list[int] | None:
         mark = len(taken.records)
         slots: list[int] = []
-        for pool in self._state_pools:
+        for pool in pools:
             slot = self._acquire(pool, now, taken, may_evict=may_evict, below=below)
             if slot is None:
                 for _ in range(len(taken.records) - mark):
@@ -317,8 +333,7 @@ class PrefixCache:
             # Drafts that would have led to a boundary may not have been accepted.
             if position <= end or reason != reasons.DECODE:
                 self._refuse(lease, position, reasons.REFUSED_NOT_WRITTEN, reason)
-        for slots in lease.take_reserved():
-            self.give_back_slots(slots)
+        self._give_back_reserved(lease)
 
     def _settle_export(self, lease: Lease, acknowledged: set[int], now: float) -> None:
         """Attach what was exported at the tip's boundary, if it was written."""
@@ -337,12 +352,13 @@ class PrefixCache:
         """Turn the running state, which stands on the tip's boundary, into a checkpoint.
 
         The lease then stands on that checkpoint and needs a new running slot to go on. Returns
-        False if the boundary already has one (the lease keeps running in its own slot).
+        False if the boundary already has one, or checkpoints are kept apart and it was exported (the lease
+        keeps running in its own slot).
         """
         tip = lease.tip
         if not lease.is_caching or lease.running is None or tip.states is not None or tip.is_root:
             return False
-        if not self.recurrent:
+        if not self.recurrent or self.keeps_states_apart:
             return False
         running, lease.running = lease.running, None
         self._attach(lease, running, reason, now)
@@ -430,10 +446,9 @@ class PrefixCache:
         """
         if processed is not None and processed == lease.tip.depth * self.match_unit:
             self.keep_running(lease, reasons.FINISH, now)
-        for slots in lease.take_reserved():
-            self.give_back_slots(slots)
+        self._give_back_reserved(lease)
         if lease.running is not None:
-            self.give_back_slots(lease.running)
+            self._give_back(self._running_pools, lease.running)
             lease.running = None
         first_own = lease.tip.depth
         for pool, table in enumerate(lease.page_tables):
@@ -446,36 +461,10 @@ class PrefixCache:
         if lease.tip.is_root:
             self.tree.forget_root(lease.tip)
 
-    def in_use_bytes(
-        self, leases: Iterable[Lease], path: Sequence[Node] = (), pinned: Iterable[Node] = ()
-    ) -> int:
-        """Bytes no eviction can free: what `leases`, which are all in force, hold, the nodes of `path`,
-        and the nodes somebody else has `pinned`. O(leases + units of `path` that are not in use)."""
-        units = self.tree.num_units_in_use
-        for node in reversed(path):
-            if node.num_users:
-                break
-            units += 1
-        tips = {id(node): node for node in (*path[-1:], *pinned)}
-        num_states = 0
-        for lease in leases:
-            tips[id(lease.tip)] = lease.tip
-            num_states += (lease.running is not None) + (lease.previous is not None) + len(lease.exports)
-            units += max(0, lease.num_units - lease.tip.depth)
-        num_states += sum(tip.states is not None for tip in tips.values())
-        return units * self.unit_bytes + num_states * self.checkpoint_bytes
-
     def node_at(self, chain: KeyChain, position: int) -> Node | None:
         """Node that stands for the first `position` tokens of `chain` (a multiple of U), if it exists."""
         units = floor_div(position, self.match_unit)
         return self.tree.index.get(chain.extend(units)[units - 1]) if units else None
-
-    def is_behind(self, node: Node, other: Node) -> bool:
-        """Whether `node` is `other` or lies behind it on a path."""
-        current: Node | None = node
-        while current is not None and current.depth > other.depth:
-            current = current.parent
-        return current is other
 
     def reset(self) -> bool:
         """Drop everything no running request holds; True if nothing is left."""
@@ -484,9 +473,19 @@ class PrefixCache:
         return not self.tree.index
 
     def give_back_slots(self, slots: Sequence[int]) -> None:
-        """Undo `take_slots`, or end what a slot was reserved for."""
-        for pool, slot in zip(self._state_pools, slots, strict=True):
+        """Undo `take_slots`, or end what a checkpoint's slots were reserved for."""
+        self._give_back(self._checkpoint_pools, slots)
+
+    def _give_back(self, pools: Sequence[int], slots: Sequence[int]) -> None:
+        for pool, slot in zip(pools, slots, strict=True):
             self.memory.release(pool, slot)
+
+    def _give_back_reserved(self, lease: Lease) -> None:
+        exports, previous = lease.take_reserved()
+        for slots in exports:
+            self.give_back_slots(slots)
+        if previous is not None:
+            self._give_back(self._running_pools, previous)
 
     # -- audit ---------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from milepost.core.chunking import (
     prefill_wanted,
     settled_position,
 )
+from milepost.core.coordinator import Match
 from milepost.core.drafts import DraftPlanner
 from milepost.core.explain import count_query, reuse_report
 from milepost.core.geometry import CacheGeometry
@@ -34,7 +35,7 @@ from milepost.core.lease import Reservation
 from milepost.core.metrics import CoreStats
 from milepost.core.outcome import settle_chunk
 from milepost.core.plan import ChunkPlan, StepPlan, StepResult
-from milepost.core.prefix_cache import Match, PrefixCache
+from milepost.core.prefix_cache import PrefixCache
 from milepost.core.queues import RequestQueue, is_background, order_key
 from milepost.core.request import Request, RequestStatus, RequestUpdate
 from milepost.core.siblings import Siblings
@@ -195,7 +196,7 @@ class Scheduler:
         if node is None:
             return 0
         for other in reversed(tuple(self.running)):
-            if self.cache.is_behind(other.held_lease.tip, node):
+            if self.cache.tree.is_behind(other.held_lease.tip, node):
                 self._preempt(other, is_sound=False)
         return self.cache.evictor.drop_subtree(node)
 
@@ -258,14 +259,12 @@ class Scheduler:
         return plan
 
     def _plan_decode(self, plan: StepPlan, request: Request) -> int:
-        start = request.num_processed
-        end = start + 1
+        start, end = request.num_processed, request.num_processed + 1
         lease = request.held_lease
-        unit = self.cache.match_unit
-        if lease.running is not None and (not is_multiple(start, unit) or not lease.page_tables):
+        if self.cache.is_supplied(lease, start):
             reservation: Reservation | None = nothing_reserved(lease)
         else:
-            reservation = self._reserve(request, end, ())
+            reservation = self._reserve(request, end, (), reasons.DECODE)
         if reservation is None:
             return 0
         drafts = self.drafts.plan(self.cache, request, reservation) if self.drafts is not None else NO_DRAFTS
@@ -286,17 +285,19 @@ class Scheduler:
             # The chunk leaves a boundary and ends between two: without this the boundary's state
             # would be lost to an abort or a preemption.
             self.cache.keep_running(lease, reasons.INTERVAL, self._now)
-        reservation = self._reserve(request, decision.end, decision.exports)
+        reservation = self._reserve(request, decision.end, decision.exports, decision.end_reason)
         if reservation is None:
             return 0
         self._append_chunk(plan, request, decision.end, reservation, decision.end_reason)
         return decision.end - start
 
-    def _reserve(self, request: Request, end: int, exports: Sequence[tuple[int, str]]) -> Reservation | None:
+    def _reserve(
+        self, request: Request, end: int, exports: Sequence[tuple[int, str]], end_reason: str | None
+    ) -> Reservation | None:
         """Records for the next chunk, at the cost of later requests if need be."""
         lease = request.held_lease
         while True:
-            reservation = self.cache.reserve(lease, end, exports, self._now)
+            reservation = self.cache.reserve(lease, end, exports, self._now, end_reason)
             if reservation is not None:
                 self.cache.confirm(lease, reservation)
                 return reservation

@@ -210,6 +210,13 @@ class PrefixTree:
             yield current
             current = current.parent
 
+    def is_behind(self, node: Node, other: Node) -> bool:
+        """Whether `node` is `other` or lies behind it on a path."""
+        current: Node | None = node
+        while current is not None and current.depth > other.depth:
+            current = current.parent
+        return current is other
+
     def ancestor_with_state(self, node: Node) -> Node | None:
         """The nearest checkpoint strictly below `node` on its path."""
         return next((a for a in self.ancestors(node) if a.states is not None), None)

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from milepost.config import DEFAULT_AUDIT_SHARE
+from milepost.config import DEFAULT_AUDIT_SHARE, FP32
 from milepost.core.plan import SamplingParams
 from milepost.core.queues import BACKGROUND_PRIORITY
 from milepost.core.request import CacheDomain, Request, RequestUpdate
@@ -36,6 +36,8 @@ LOGIT_BOUNDS = {"float32": 1e-3, "bfloat16": 0.25}
 """Largest difference of two logits that is no mismatch where kernels do not promise bits, because a prompt
 was cut into other steps. On the embedded model the two implementations of the kernels, which round in
 different places, are up to 1.1e-5 and 0.066 apart (logits up to 13.7); wrong states are farther."""
+ROUNDED_STATE_LOGIT_BOUND = 0.25
+"""The same where states are rounded when they are kept."""
 RESULTS = ("equal", "within_bound", "mismatch", "dropped")
 
 
@@ -100,9 +102,12 @@ class AuditCounts:
         )
 
 
-def logit_bound(is_exact: bool, dtype: str) -> float:
-    """Bound where the self-test found bits to be promised (`is_exact`), or not, for a model's dtype."""
-    return 0.0 if is_exact else LOGIT_BOUNDS[dtype]
+def logit_bound(is_exact: bool, dtype: str, state_dtype: str = FP32) -> float:
+    """Bound where the self-test found bits to be promised (`is_exact`), or not, for a model's dtype and the
+    one its states are kept in."""
+    if is_exact:
+        return 0.0
+    return LOGIT_BOUNDS[dtype] if state_dtype == FP32 else max(LOGIT_BOUNDS[dtype], ROUNDED_STATE_LOGIT_BOUND)
 
 
 def largest_difference(left: bytes, right: bytes) -> float:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from milepost.config import DEFAULT_MATCH_UNIT
+from milepost.core.units import ceil_div
 from milepost.errors import ConfigError
 from milepost.models.description import ModelDescription, read_spec
 from milepost.models.layout import DRAFT_COPY_BYTES
@@ -91,12 +93,14 @@ def memory_plan(
     max_num_seqs: int,
     store_bytes: int = 0,
     max_model_len: int | None = None,
+    match_unit: int = DEFAULT_MATCH_UNIT,
     limit: MemoryLimit | None = None,
 ) -> MemoryPlan:
     """What serving a model takes, from its config and the sizes of its files.
 
     Args:
         max_model_len: tokens of the longest request; None = what the model declares.
+        match_unit: tokens between boundaries where states are exported.
     """
     rows = min(max_num_batched_tokens, max_num_seqs + 1)
     return MemoryPlan(
@@ -107,7 +111,8 @@ def memory_plan(
             (ACTIVATIONS_PER_ROW + _num_taps(about)) * max_num_batched_tokens * about.hidden_size
             + LOGIT_COPIES * rows * about.vocab_size
         )
-        + draft_copy_bytes(about, cache_bytes, max_model_len or about.max_model_len),
+        + draft_copy_bytes(about, cache_bytes, max_model_len or about.max_model_len)
+        + staged_state_bytes(about, rows, ceil_div(max_num_batched_tokens, match_unit)),
         cache=cache_bytes,
         stores=store_bytes,
     )
@@ -126,6 +131,13 @@ def draft_copy_bytes(about: ModelDescription, cache_bytes: int, max_model_len: i
     most = max(DRAFT_COPY_BYTES, group.bytes_per_token * max_model_len)
     # With a budget of auto it is not known yet what the cache holds.
     return most if cache_bytes <= 1 else min(most, cache_bytes)
+
+
+def staged_state_bytes(about: ModelDescription, num_sequences: int, num_exports: int) -> int:
+    """Scratch records of one layer, where states are rounded when they are kept, see
+    `kernels.index.StagedStates`."""
+    records = num_sequences + num_exports if about.layout.rounds_checkpoints else 0
+    return records * about.layer_state_bytes
 
 
 def weight_bytes(directory: Path, about: ModelDescription) -> int:

@@ -35,7 +35,7 @@ class SegmentCodec:
         return tuple(
             PoolPart(name, num_units if pool < num_attention else 1, record_bytes)
             for pool, (name, record_bytes) in enumerate(
-                zip(self._names, self._geometry.pool_record_bytes, strict=True)
+                zip(self._names, self._geometry.segment_record_bytes, strict=True)
             )
         )
 

@@ -17,6 +17,7 @@ from milepost.config import (
     DEFAULT_MATCH_UNIT,
     EXACT,
     EXACT_PROMPTS,
+    FP32,
     CacheConfig,
     SchedulerConfig,
     check_exactness,
@@ -69,6 +70,7 @@ class ServingOptions:
         speculative: which drafter, None = no speculation.
         exactness: what reuse may change, one of `config.EXACTNESS_MODES`.
         quantization: what weights are rounded to at load, see `models.quantization`; None = nothing.
+        state_dtype: in which states are kept, one of `config.STATE_DTYPES`.
     """
 
     cache_bytes: int = DEFAULT_CACHE_BYTES
@@ -94,11 +96,17 @@ class ServingOptions:
     speculative: SpeculativeConfig | None = None
     exactness: str = EXACT
     quantization: str | None = None
+    state_dtype: str = FP32
 
     @property
     def model_options(self) -> dict[str, Any]:
         """How the model is read: keyword arguments of both `describe` and `load_model`."""
-        return {"dtype": self.dtype, **self.draft_options, "quantization": self.quantization}
+        return {
+            "dtype": self.dtype,
+            **self.draft_options,
+            "quantization": self.quantization,
+            "state_dtype": self.state_dtype,
+        }
 
     @property
     def draft_options(self) -> dict[str, Any]:
@@ -285,7 +293,7 @@ def load_serving_model(
     model = load_model(path, progress=progress, exactness=options.exactness, **options.model_options)
     worker = TorchWorker(model, geometry, options.cache_bytes)
     promise = self_test(model)
-    audit = dataclasses.replace(audit, logit_bound=logit_bound(promise.exact, model.dtype))
+    audit = dataclasses.replace(audit, logit_bound=logit_bound(promise.exact, model.dtype, model.state_dtype))
     engine = Engine(
         scheduler, worker, tokenizer, audit=audit, max_queued_requests=options.max_queued_requests
     )
@@ -335,6 +343,7 @@ def planned_memory(directory: Path, about: ModelDescription, options: ServingOpt
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_num_seqs=options.max_num_seqs,
         max_model_len=options.max_model_len,
+        match_unit=options.match_unit,
         store_bytes=options.stores.memory_bytes(),
     )
 

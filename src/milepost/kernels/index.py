@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +76,53 @@ class StateExportIndex:
     slot: int
 
 
+class StagedStates:
+    """Where states of a step go whose exports have slots of another layout.
+
+    Mixers then work on scratch records: record i holds the state of sequence i, and record sequences + e
+    what export e gets. Running states are copied in and out, exports are rounded into their slots. Only one
+    layer's scratch exists at a time.
+
+    Attributes:
+        index: over the scratch records.
+    """
+
+    def __init__(
+        self,
+        index: RecurrentIndex,
+        export_slots: Sequence[int],
+        checkpoints: Mapping[tuple[int, str], torch.Tensor],
+    ) -> None:
+        """
+        Args:
+            export_slots: one per export of `index`.
+            checkpoints: (layer, field name) -> view over the slots of all checkpoints.
+        """
+        self.index = index
+        self._export_slots = _int64(export_slots)
+        self._checkpoints = checkpoints
+        self._scratch: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
+
+    def take(self, states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Scratch records for a field of one layer, with what `slots` of `states` hold at the head."""
+        key = states.shape[1:], states.dtype
+        scratch = self._scratch.get(key)
+        if scratch is None:
+            num_records = self.index.write_slots.shape[0]
+            scratch = self._scratch[key] = states.new_empty(num_records, *states.shape[1:])
+        torch.index_select(states, 0, slots, out=scratch[: slots.shape[0]])
+        return scratch
+
+    def put(
+        self, layer: int, name: str, scratch: torch.Tensor, states: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """What a mixer wrote: running states into `slots` of `states`, exports into their own."""
+        num_sequences = slots.shape[0]
+        states.index_copy_(0, slots, scratch[:num_sequences])
+        checkpoints = self._checkpoints[layer, name]
+        checkpoints.index_copy_(0, self._export_slots, scratch[num_sequences:].to(checkpoints.dtype))
+
+
 @dataclass(frozen=True)
 class RecurrentIndex:
     """One recurrent group in one step.
@@ -95,6 +142,8 @@ class RecurrentIndex:
         tail_rows: rows of a convolution tail.
         token_by_token: sequences whose rows go through the roundings that single rows would.
         record: keeps the inputs of rows that may have to be run again; None = nothing to keep.
+        staged: the exports that are computed on the way and go to slots of another layout; they are not
+            among `exports`. None = there are none.
     """
 
     spans: tuple[RowSpan, ...]
@@ -104,6 +153,12 @@ class RecurrentIndex:
     tail_rows: int
     token_by_token: frozenset[int] = frozenset()
     record: MixerRecord | None = None
+    staged: StagedStates | None = None
+
+    @property
+    def is_native_calls(self) -> bool:
+        """Whether a step over it is made of kernels alone, and nothing is copied between them."""
+        return self.record is None and self.staged is None
 
     @property
     def any_zero(self) -> bool:

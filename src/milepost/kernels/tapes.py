@@ -64,8 +64,8 @@ class StepTapes:
                 cache.
         """
         num_rows = token_ids.shape[0]
-        keeps_inputs = recurrent is not None and recurrent.record is not None
-        if num_rows > MAX_TAPE_ROWS or keeps_inputs:
+        is_native = recurrent is None or recurrent.is_native_calls
+        if num_rows > MAX_TAPE_ROWS or not is_native:
             return step()
         if self._thread != threading.get_ident():
             self._thread = threading.get_ident()

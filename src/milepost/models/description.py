@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from milepost.config import EXACT
+from milepost.config import EXACT, FP32
 from milepost.errors import ConfigError
 from milepost.models.config_reader import read_json_object
 from milepost.models.drafters import MTP, DrafterSpec, read_drafter
@@ -27,8 +27,9 @@ class ModelDescription:
         layer_kinds: mixer of each layer, in order.
         num_parameters: weights of the decoder and of its drafter, counted from their configs.
         bytes_per_token: attention KV of one token over all layers.
-        state_bytes: recurrent state over all layers.
-        layer_state_bytes: recurrent state of one linear layer; 0 if there are none.
+        state_bytes: recurrent state over all layers, while it runs.
+        layer_state_bytes: the same of one linear layer; 0 if there are none.
+        checkpoint_bytes: recurrent state over all layers, as it is kept.
         drafter: what drafts with weights, if anything does; its entries are in `bytes_per_token`.
         draft_parameters: weights of a drafter that has files of its own; they are in `num_parameters`.
         quantization: what weights are rounded to at load; None = nothing.
@@ -46,6 +47,7 @@ class ModelDescription:
     bytes_per_token: int
     state_bytes: int
     layer_state_bytes: int
+    checkpoint_bytes: int
     layout: CacheLayout
     drafter: DrafterSpec | None = None
     draft_parameters: int = 0
@@ -68,8 +70,8 @@ class ModelDescription:
 
     @property
     def break_even_tokens(self) -> float | None:
-        """Tokens whose attention KV takes as many bytes as one state; None without attention layers."""
-        return self.state_bytes / self.bytes_per_token if self.bytes_per_token else None
+        """Tokens whose attention KV takes as many bytes as one checkpoint; None without attention layers."""
+        return self.checkpoint_bytes / self.bytes_per_token if self.bytes_per_token else None
 
 
 def expands_latents(layer_kinds: Iterable[str], exactness: str) -> bool:
@@ -100,15 +102,18 @@ def describe(
     draft_model: str | Path | None = None,
     draft_confidence: float = 0.0,
     quantization: str | None = None,
+    state_dtype: str = FP32,
 ) -> ModelDescription:
     """Layers and cache sizes from `config.json` alone, and from that of a drafter with files of its own.
 
     Args:
-        num_draft_tokens, draft_method, draft_model, draft_confidence, quantization: see `load_model`.
+        num_draft_tokens, draft_method, draft_model, draft_confidence, quantization, state_dtype: see
+            `load_model`.
     """
     spec = read_spec(path)
     drafter = read_drafter(spec, num_draft_tokens, draft_method, draft_model, draft_confidence)
-    return describe_spec(spec, resolve_dtype(spec, dtype), drafter, quantization_of(quantization))
+    coding = quantization_of(quantization)
+    return describe_spec(spec, resolve_dtype(spec, dtype), drafter, coding, state_dtype)
 
 
 def describe_spec(
@@ -116,8 +121,10 @@ def describe_spec(
     dtype: str,
     drafter: DrafterSpec | None = None,
     quantization: Quantization | None = None,
+    state_dtype: str = FP32,
 ) -> ModelDescription:
-    layout = cache_layout(spec, dtype, None if drafter is None else drafter.group(dtype))
+    group = None if drafter is None else drafter.group(dtype)
+    layout = cache_layout(spec, dtype, group).kept_in(state_dtype)
     geometry = layout.geometry(match_unit=1)
     counts = count_by_role(spec)
     drafts = Counter[Role]() if drafter is None else drafter.count_by_role()
@@ -134,6 +141,7 @@ def describe_spec(
         bytes_per_token=geometry.bytes_per_token,
         state_bytes=geometry.state_bytes,
         layer_state_bytes=layout.layer_state_bytes,
+        checkpoint_bytes=geometry.kept_state_bytes,
         layout=layout,
         drafter=drafter,
         draft_parameters=0 if drafter is None or drafter.directory is None else drafts.total(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from milepost.kernels.index import MixerRecord, RecurrentIndex
@@ -9,8 +11,8 @@ from milepost.kernels.reference_coded import Matrix
 from milepost.kernels.reference_gdn import GdnInputs, GdnParams
 from milepost.models.inputs import CacheFields
 from milepost.models.layers import Loader
-from milepost.models.layout import CONV_TAIL_FIELD, STATE_MATRIX_FIELD
 from milepost.models.specs import GdnSpec
+from milepost.models.states import run_mixer
 
 
 class GdnLayer:
@@ -66,8 +68,8 @@ class GdnLayer:
         self._mix(GdnInputs(*record.take(self._layer, kept)), cache, index)
 
     def _mix(self, inputs: GdnInputs, cache: CacheFields, index: RecurrentIndex) -> torch.Tensor:
-        tails, states = cache[self._layer, CONV_TAIL_FIELD], cache[self._layer, STATE_MATRIX_FIELD]
-        return self._kernels.gdn_mixer(inputs, self._params, tails, states, index)
+        mixer = partial(self._kernels.gdn_mixer, inputs, self._params)
+        return run_mixer(mixer, cache, self._layer, index)
 
 
 def _deinterleaved(loader: Loader, hidden_size: int, spec: GdnSpec) -> torch.Tensor:

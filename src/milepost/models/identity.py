@@ -76,7 +76,7 @@ def fingerprint(
         exactness: what the self-test promises here, and the mode asked for.
         drafter: directory of a drafter with a checkpoint of its own, whose entries are cached as well.
     """
-    parts = {
+    parts: dict[str, object] = {
         "format": FINGERPRINT_FORMAT,
         "config": read_json_object(Path(directory) / CONFIG_FILE),
         "weights": weights_digest(directory, full=full),
@@ -90,4 +90,6 @@ def fingerprint(
             "config": read_json_object(Path(drafter) / CONFIG_FILE),
             "weights": weights_digest(drafter, full=full),
         }
+    if layout.rounds_checkpoints:
+        parts["checkpoints"] = [repr(group.checkpoint_fields) for group in layout.recurrent]
     return sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

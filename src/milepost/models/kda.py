@@ -5,14 +5,16 @@ Formulas: Kimi Linear technical report (KDA); names and orders as in the publish
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from milepost.kernels.api import KdaInputs, KdaParams
 from milepost.kernels.index import MixerRecord, RecurrentIndex
 from milepost.models.inputs import CacheFields
 from milepost.models.layers import Loader
-from milepost.models.layout import CONV_TAIL_FIELD, STATE_MATRIX_FIELD
 from milepost.models.specs import KdaSpec
+from milepost.models.states import run_mixer
 
 
 class KdaLayer:
@@ -71,8 +73,8 @@ class KdaLayer:
         self._mix(KdaInputs(*record.take(self._layer, kept)), cache, index)
 
     def _mix(self, inputs: KdaInputs, cache: CacheFields, index: RecurrentIndex) -> torch.Tensor:
-        tails, states = cache[self._layer, CONV_TAIL_FIELD], cache[self._layer, STATE_MATRIX_FIELD]
-        return self._kernels.kda_mixer(inputs, self._params, tails, states, index)
+        mixer = partial(self._kernels.kda_mixer, inputs, self._params)
+        return run_mixer(mixer, cache, self._layer, index)
 
 
 def _decay_log(loader: Loader, spec: KdaSpec) -> torch.Tensor:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from milepost.config import BF16, FP32, check_state_dtype
 from milepost.core.geometry import AttentionGroupSpec, CacheGeometry, RecurrentGroupSpec
 from milepost.core.units import ceil_to
 from milepost.models.specs import ITEM_BYTES, DecoderSpec, GqaSpec, MlaSpec
@@ -30,7 +31,8 @@ CONV_TAIL_FIELD = "conv_tail"
 TAP_FIELD = "tap"
 """Draft modules: per page the hidden state that the module's next entry reads, see `draft_group`."""
 STATE_MATRIX_FIELD = "state_matrix"
-"""KDA, GDN: S, per (value) head [key dim, value dim], always fp32."""
+"""KDA, GDN: S, per (value) head [key dim, value dim]; fp32 while it runs."""
+_STATE_DTYPES = {FP32: "float32", BF16: "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,28 +91,51 @@ class AttentionGroupLayout:
         that it has once, each [width]."""
         fields = []
         offset = 0
-        shapes = [(field, (match_unit, field.width)) for field in self.token_fields]
-        for token_field, shape in [*shapes, *((field, (field.width,)) for field in self.once_per_page)]:
-            field = FieldLayout(token_field.layer, token_field.name, offset, shape, token_field.dtype)
-            fields.append(field)
-            offset += field.num_bytes
+        shapes = [(entry, (match_unit, entry.width)) for entry in self.token_fields]
+        for token_field, shape in [*shapes, *((entry, (entry.width,)) for entry in self.once_per_page)]:
+            page_field = FieldLayout(token_field.layer, token_field.name, offset, shape, token_field.dtype)
+            fields.append(page_field)
+            offset += page_field.num_bytes
         return tuple(fields)
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentGroupLayout:
     """Attributes:
+    fields: of a running state.
     checkpoint_alignment: see `RecurrentGroupSpec`.
+    checkpoint_fields: of a state that is kept, the same ones in the same order; None = it looks like a
+        running one. `models.identity` names them apart from the rest of the layout.
     """
 
     name: str
     fields: tuple[FieldLayout, ...]
     checkpoint_alignment: int | None = 1
+    checkpoint_fields: tuple[FieldLayout, ...] | None = dataclasses.field(default=None, repr=False)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes up to the end of the last field, alignment gaps included."""
-        return max(field.offset + field.num_bytes for field in self.fields)
+        """Bytes of a running state."""
+        return _num_bytes(self.fields)
+
+    @property
+    def checkpoint_bytes(self) -> int | None:
+        """Bytes of a state that is kept; see `RecurrentGroupSpec`."""
+        return None if self.checkpoint_fields is None else _num_bytes(self.checkpoint_fields)
+
+    def kept_in(self, dtype: str) -> RecurrentGroupLayout:
+        """The group when matrices are kept in `dtype`; convolution tails stay as they are."""
+        shapes = [
+            (entry.layer, entry.name, entry.shape, dtype if entry.name == STATE_MATRIX_FIELD else entry.dtype)
+            for entry in self.fields
+        ]
+        kept = _packed_fields(shapes)
+        return dataclasses.replace(self, checkpoint_fields=None if kept == self.fields else kept)
+
+
+def _num_bytes(fields: Iterable[FieldLayout]) -> int:
+    """Bytes up to the end of the last field, alignment gaps included."""
+    return max(entry.offset + entry.num_bytes for entry in fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +158,27 @@ class CacheLayout:
 
     @property
     def layer_state_bytes(self) -> int:
-        """State bytes of one linear layer, the largest if they differ; 0 if there are none."""
+        """Running state bytes of one linear layer, the largest if they differ; 0 if there are none."""
         per_layer: Counter[int] = Counter()
         for group in self.recurrent:
-            for field in group.fields:
-                per_layer[field.layer] += field.num_bytes
+            for entry in group.fields:
+                per_layer[entry.layer] += entry.num_bytes
         return max(per_layer.values(), default=0)
+
+    @property
+    def rounds_checkpoints(self) -> bool:
+        """Whether a state loses bits when it is kept, so that a hit is not what never having stopped is."""
+        return any(group.checkpoint_fields is not None for group in self.recurrent)
+
+    def kept_in(self, state_dtype: str) -> CacheLayout:
+        """The layout when states are kept in `state_dtype`, a name of `config.STATE_DTYPES`.
+
+        Raises:
+            ConfigError: an unknown name.
+        """
+        check_state_dtype(state_dtype)
+        groups = tuple(group.kept_in(_STATE_DTYPES[state_dtype]) for group in self.recurrent)
+        return dataclasses.replace(self, recurrent=groups)
 
     def geometry(self, match_unit: int) -> CacheGeometry:
         """Sizes for the core."""
@@ -149,7 +189,9 @@ class CacheLayout:
                 for group in self.attention
             ),
             recurrent=tuple(
-                RecurrentGroupSpec(group.name, group.state_bytes, group.checkpoint_alignment)
+                RecurrentGroupSpec(
+                    group.name, group.state_bytes, group.checkpoint_alignment, group.checkpoint_bytes
+                )
                 for group in self.recurrent
             ),
         )
@@ -181,14 +223,14 @@ def cache_layout(spec: DecoderSpec, dtype: str, drafts: AttentionGroupLayout | N
             (STATE_MATRIX_FIELD, (kda.num_heads, kda.head_dim, kda.head_dim), "float32"),
             (CONV_TAIL_FIELD, (kda.conv_kernel - 1, 3 * kda.width), dtype),
         )
-        recurrent.append(RecurrentGroupLayout("kda", _packed_fields(spec.layer_indices("kda"), shapes)))
+        recurrent.append(RecurrentGroupLayout("kda", _layer_fields(spec.layer_indices("kda"), shapes)))
     if spec.gdn is not None:
         gdn = spec.gdn
         shapes = (
             (STATE_MATRIX_FIELD, (gdn.num_value_heads, gdn.key_dim, gdn.value_dim), "float32"),
             (CONV_TAIL_FIELD, (gdn.conv_kernel - 1, gdn.conv_width), dtype),
         )
-        recurrent.append(RecurrentGroupLayout("gdn", _packed_fields(spec.layer_indices("gdn"), shapes)))
+        recurrent.append(RecurrentGroupLayout("gdn", _layer_fields(spec.layer_indices("gdn"), shapes)))
     return CacheLayout(tuple(attention), tuple(recurrent), drafts is not None)
 
 
@@ -218,15 +260,19 @@ def draft_group(
     )
 
 
-def _packed_fields(
+def _layer_fields(
     layers: tuple[int, ...], shapes: tuple[tuple[str, tuple[int, ...], str], ...]
 ) -> tuple[FieldLayout, ...]:
-    """Fields of every layer one behind the other, each on a cache line."""
+    """Fields of every layer, layer after layer."""
+    return _packed_fields([(layer, *shape) for layer in layers for shape in shapes])
+
+
+def _packed_fields(shapes: Iterable[tuple[int, str, tuple[int, ...], str]]) -> tuple[FieldLayout, ...]:
+    """(layer, name, shape, dtype) one behind the other, each on a cache line."""
     fields: list[FieldLayout] = []
     end = 0
-    for layer in layers:
-        for name, shape, dtype in shapes:
-            field = FieldLayout(layer, name, ceil_to(end, STATE_FIELD_ALIGNMENT), shape, dtype)
-            fields.append(field)
-            end = field.offset + field.num_bytes
+    for layer, name, shape, dtype in shapes:
+        entry = FieldLayout(layer, name, ceil_to(end, STATE_FIELD_ALIGNMENT), shape, dtype)
+        fields.append(entry)
+        end = entry.offset + entry.num_bytes
     return tuple(fields)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from milepost.config import EXACT
+from milepost.config import EXACT, FP32
 from milepost.core.geometry import CacheGeometry
 from milepost.kernels.api import Kernels, select_kernels
 from milepost.models.description import (
@@ -47,6 +47,7 @@ class LoadedModel:
         unused_tensors: names in the files that the decoder has no use for.
         drafter: what drafts with weights, None unless it was asked for.
         drafts: its torch side, see `drafters.DrafterSpec.load`.
+        state_dtype: in which states are kept, a name of `config.STATE_DTYPES`.
         expands_latents: see `description.expands_latents`.
     """
 
@@ -61,6 +62,7 @@ class LoadedModel:
         drafter: DrafterSpec | None = None,
         drafts: Any = None,
         quantization: Quantization | None = None,
+        state_dtype: str = FP32,
     ) -> None:
         self.config = config
         self.layout = layout
@@ -71,6 +73,7 @@ class LoadedModel:
         self.drafter = drafter
         self.drafts = drafts
         self.quantization = quantization
+        self.state_dtype = state_dtype
         self.expands_latents = expands_latents((layer.mixer for layer in config.layers), kernels.exactness)
 
     @property
@@ -93,7 +96,7 @@ class LoadedModel:
         return self.layout.geometry(match_unit)
 
     def describe(self) -> ModelDescription:
-        return describe_spec(self.config, self.dtype, self.drafter, self.quantization)
+        return describe_spec(self.config, self.dtype, self.drafter, self.quantization, self.state_dtype)
 
 
 def load_model(
@@ -109,6 +112,7 @@ def load_model(
     draft_confidence: float = 0.0,
     exactness: str = EXACT,
     quantization: str | None = None,
+    state_dtype: str = FP32,
 ) -> LoadedModel:
     """Loads `path/config.json` and `path/*.safetensors`.
 
@@ -124,6 +128,7 @@ def load_model(
         draft_model: directory or hub id of its checkpoint; None = its tensors are among the decoder's.
         draft_confidence: see `block_config.BlockDrafterSpec.confidence_threshold`.
         quantization: a name of `models.quantization.QUANTIZATIONS`; None = weights stay as they are.
+        state_dtype: in which states are kept, a name of `config.STATE_DTYPES`; running ones are fp32.
 
     Raises:
         ConfigError: the config cannot work; `field` is the key.
@@ -155,7 +160,10 @@ def load_model(
     unused = weights.unused_names()
     _log_unused(unused, spec.skipped)
     layout = cache_layout(spec, dtype_name, None if drafter is None else drafter.group(dtype_name))
-    return LoadedModel(spec, layout, decoder, dtype_name, chosen, unused, drafter, drafts, coding)
+    layout = layout.kept_in(state_dtype)
+    return LoadedModel(
+        spec, layout, decoder, dtype_name, chosen, unused, drafter, drafts, coding, state_dtype
+    )
 
 
 def _log_unused(names: Sequence[str], skipped: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,10 +16,12 @@ from milepost.kernels.index import (
     MixerRecord,
     RecurrentIndex,
     RowSpan,
+    StagedStates,
     StateExportIndex,
 )
 from milepost.models.inputs import StepInputs
 from milepost.models.layout import CONV_TAIL_FIELD, CacheLayout
+from milepost.runner.pools import PoolSet, RecordPool
 
 
 class PageTable:
@@ -68,10 +70,30 @@ class PageTable:
 
 
 @dataclass(frozen=True, slots=True)
+class StateTraffic:
+    """Which slots of one recurrent group the chunks of a step read and write.
+
+    Attributes:
+        initial: per chunk, the slot to start from or ZERO_STATE.
+        running: per chunk, the slot to write.
+        exports: those that the pass writes, into slots of the pool of checkpoints.
+        started: (checkpoint, running slot) to be converted before the pass; `initial` is that running slot.
+        ended: (running slot, checkpoint) to be converted behind it.
+    """
+
+    initial: list[int]
+    running: list[int]
+    exports: list[StateExportIndex]
+    started: list[tuple[int, int]]
+    ended: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """A step as tensors.
 
     Attributes:
+        states: per recurrent group.
         head_chunks: numbers of the chunks whose last row needs logits, as do those of drafts behind it.
         head_rows: int64, all these rows; chunk by chunk, `1 + num_drafts` of each.
         spans: rows of every chunk.
@@ -81,6 +103,7 @@ class Batch:
     head_chunks: tuple[int, ...]
     head_rows: torch.Tensor
     spans: tuple[RowSpan, ...]
+    states: tuple[StateTraffic, ...] = ()
 
 
 def build_batch(
@@ -90,13 +113,12 @@ def build_batch(
     geometry: CacheGeometry,
     *,
     vocab_size: int,
-    num_records: Sequence[int],
+    pools: PoolSet,
 ) -> Batch:
     """Packs the chunks of a plan with at least one chunk.
 
     Args:
         page_tables: request id -> one table per attention group, new pages already appended.
-        num_records: records per pool.
 
     Raises:
         WorkerError: the plan contradicts itself or the pools; names the request.
@@ -105,19 +127,23 @@ def build_batch(
     token_ids = _token_ids(plan.chunks, vocab_size)
     record = _record(plan.chunks, spans)
     attention = [
-        _attention_index(plan.chunks, spans, page_tables, group, geometry.match_unit, num_records[group])
-        for group in range(geometry.num_attention_groups)
-    ]
-    recurrent = [
-        _recurrent_index(
+        _attention_index(
             plan.chunks,
             spans,
+            page_tables,
             group,
-            _tail_rows(layout, group),
-            num_records[geometry.num_attention_groups + group],
-            record,
+            geometry.match_unit,
+            pools.attention_pool(group).num_records,
         )
+        for group in range(geometry.num_attention_groups)
+    ]
+    traffic = [
+        _state_traffic(plan.chunks, spans, group, pools, keeps_apart=geometry.keeps_states_apart)
         for group in range(geometry.num_recurrent_groups)
+    ]
+    recurrent = [
+        _recurrent_index(plan.chunks, spans, states, _tail_rows(layout, group), record, pools)
+        for group, states in enumerate(traffic)
     ]
     heads = tuple(
         number for number, chunk in enumerate(plan.chunks) if chunk.num_samples or chunk.captures_logits
@@ -140,6 +166,7 @@ def build_batch(
             dtype=torch.int64,
         ),
         spans=spans,
+        states=tuple(traffic),
     )
 
 
@@ -267,49 +294,101 @@ def _tail_rows(layout: CacheLayout, group: int) -> int:
     return 0
 
 
+def _state_traffic(
+    chunks: Sequence[ChunkPlan], spans: tuple[RowSpan, ...], group: int, pools: PoolSet, *, keeps_apart: bool
+) -> StateTraffic:
+    """Checks the slots of one recurrent group.
+
+    Where checkpoints are kept apart a chunk that starts from one runs in place of its copy, and an export
+    at the end of a chunk is a copy of its running state.
+    """
+    traffic = StateTraffic([], [], [], [], [])
+    for sequence, chunk in enumerate(chunks):
+        _check_exports(chunk, spans[sequence])
+        initial, running = chunk.initial_slots[group], chunk.running_slots[group]
+        if keeps_apart and chunk.starts_from_checkpoint:
+            traffic.started.append((initial, running))
+            initial = running
+        if chunk.num_drafts and initial == running:
+            raise WorkerError(
+                f"request {chunk.request_id}: a chunk with drafts needs the state it starts from once more, "
+                f"it cannot run in place in slot {running}"
+            )
+        traffic.initial.append(initial)
+        traffic.running.append(running)
+        for export in chunk.exports:
+            slot = export.slots[group]
+            if keeps_apart and export.offset == spans[sequence].length:
+                traffic.ended.append((running, slot))
+            else:
+                traffic.exports.append(StateExportIndex(sequence, export.offset, slot))
+    exported = [export.slot for export in traffic.exports] + [slot for _, slot in traffic.ended]
+    checkpoints, running_pool = pools.checkpoint_pool(group), pools.running_pool(group)
+    _check_initial(group, traffic.initial, running_pool)
+    _check_initial(group, [slot for slot, _ in traffic.started], checkpoints)
+    if keeps_apart:
+        _check_written(group, traffic.running, running_pool)
+        _check_written(group, exported, checkpoints)
+    else:
+        _check_written(group, traffic.running + exported, running_pool)
+    return traffic
+
+
+def _check_exports(chunk: ChunkPlan, span: RowSpan) -> None:
+    previous = 0
+    for export in chunk.exports:
+        if not previous < export.offset <= span.length:
+            raise WorkerError(
+                f"request {chunk.request_id}: export offsets must ascend within "
+                f"[1, {span.length}], got {[e.offset for e in chunk.exports]}"
+            )
+        if export.position != chunk.start + export.offset:
+            raise WorkerError(
+                f"request {chunk.request_id}: export at offset {export.offset} of a chunk that starts at "
+                f"{chunk.start} cannot have position {export.position}"
+            )
+        previous = export.offset
+
+
 def _recurrent_index(
     chunks: Sequence[ChunkPlan],
     spans: tuple[RowSpan, ...],
-    group: int,
+    states: StateTraffic,
     tail_rows: int,
-    num_slots: int,
     record: MixerRecord | None,
+    pools: PoolSet,
 ) -> RecurrentIndex:
-    exports: list[StateExportIndex] = []
-    for sequence, chunk in enumerate(chunks):
-        previous = 0
-        for export in chunk.exports:
-            if not previous < export.offset <= spans[sequence].length:
-                raise WorkerError(
-                    f"request {chunk.request_id}: export offsets must ascend within "
-                    f"[1, {spans[sequence].length}], got {[e.offset for e in chunk.exports]}"
-                )
-            if export.position != chunk.start + export.offset:
-                raise WorkerError(
-                    f"request {chunk.request_id}: export at offset {export.offset} of a chunk that starts at "
-                    f"{chunk.start} cannot have position {export.position}"
-                )
-            previous = export.offset
-            exports.append(StateExportIndex(sequence, export.offset, export.slots[group]))
-    initial = tuple(chunk.initial_slots[group] for chunk in chunks)
-    running = tuple(chunk.running_slots[group] for chunk in chunks)
-    _check_slots(group, initial, [*running, *(export.slot for export in exports)], num_slots)
-    for chunk in chunks:
-        if chunk.num_drafts and chunk.initial_slots[group] == chunk.running_slots[group]:
-            raise WorkerError(
-                f"request {chunk.request_id}: a chunk with drafts needs the state it starts from once more, "
-                f"it cannot run in place in slot {chunk.running_slots[group]}"
-            )
     drafted = frozenset(number for number, chunk in enumerate(chunks) if chunk.num_drafts)
-    return RecurrentIndex(spans, initial, running, tuple(exports), tail_rows, drafted, record)
+    initial, running, exports = tuple(states.initial), tuple(states.running), tuple(states.exports)
+    if not pools.checkpoints or not exports:
+        return RecurrentIndex(spans, initial, running, exports, tail_rows, drafted, record)
+    numbers = tuple(range(len(spans)))
+    scratch = RecurrentIndex(
+        spans,
+        tuple(
+            ZERO_STATE if slot == ZERO_STATE else number
+            for number, slot in zip(numbers, initial, strict=True)
+        ),
+        numbers,
+        tuple(replace(export, slot=len(spans) + at) for at, export in enumerate(exports)),
+        tail_rows,
+        drafted,
+    )
+    staged = StagedStates(scratch, [export.slot for export in exports], pools.checkpoints)
+    return RecurrentIndex(spans, initial, running, (), tail_rows, drafted, record, staged)
 
 
-def _check_slots(group: int, initial: Sequence[int], written: Sequence[int], num_slots: int) -> None:
-    for slot in initial:
-        if slot != ZERO_STATE and not 0 <= slot < num_slots:
-            raise WorkerError(f"recurrent group {group}: initial slot {slot} is outside of {num_slots} slots")
-    for slot in written:
-        if not 0 <= slot < num_slots:
-            raise WorkerError(f"recurrent group {group}: slot {slot} is outside of {num_slots} slots")
-    if len(set(written)) != len(written):
-        raise WorkerError(f"recurrent group {group}: a slot is written twice in one step: {sorted(written)}")
+def _check_initial(group: int, slots: Sequence[int], pool: RecordPool) -> None:
+    for slot in slots:
+        if slot != ZERO_STATE and not 0 <= slot < pool.num_records:
+            raise WorkerError(
+                f"recurrent group {group}: initial slot {slot} is outside of {pool.num_records} slots"
+            )
+
+
+def _check_written(group: int, slots: Sequence[int], pool: RecordPool) -> None:
+    for slot in slots:
+        if not 0 <= slot < pool.num_records:
+            raise WorkerError(f"recurrent group {group}: slot {slot} is outside of {pool.num_records} slots")
+    if len(set(slots)) != len(slots):
+        raise WorkerError(f"recurrent group {group}: a slot is written twice in one step: {sorted(slots)}")

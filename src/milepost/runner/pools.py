@@ -125,12 +125,23 @@ def _resident_bytes(address: int, num_bytes: int) -> int:
     return total
 
 
+def _views(pools: Sequence[RecordPool], groups: Sequence[Sequence[FieldLayout]]) -> CacheFields:
+    """Views over all records of the fields that each pool's records have."""
+    return {
+        (field.layer, field.name): pool.field(field)
+        for pool, fields in zip(pools, groups, strict=True)
+        for field in fields
+    }
+
+
 class PoolSet:
-    """All pools of a model, numbered as in the geometry: attention groups first, then recurrent groups.
+    """All pools of a model, numbered as in the geometry.
 
     Attributes:
         pools: the pools.
-        fields: (layer, field name) -> view over all records of its pool.
+        fields: (layer, field name) -> view over all records of its pool, of the running states for
+            linear layers.
+        checkpoints: the same for the pools of checkpoints, where those are kept apart; empty elsewhere.
     """
 
     def __init__(self, layout: CacheLayout, geometry: CacheGeometry, cache_bytes: int) -> None:
@@ -150,20 +161,48 @@ class PoolSet:
                     "cache_bytes", f"{cache_bytes} holds no record of {record_bytes} bytes; give more"
                 )
             self.pools.append(RecordPool(record_bytes, cache_bytes // record_bytes))
-        self._num_attention = geometry.num_attention_groups
-        groups = [group.page_fields(geometry.match_unit) for group in layout.attention]
-        groups += [group.fields for group in layout.recurrent]
-        self.fields: CacheFields = {
-            (field.layer, field.name): pool.field(field)
-            for pool, group in zip(self.pools, groups, strict=True)
-            for field in group
-        }
+        self._geometry = geometry
+        pages = [group.page_fields(geometry.match_unit) for group in layout.attention]
+        self._running = [group.fields for group in layout.recurrent]
+        running = [self.pools[pool] for pool in geometry.running_pools]
+        self.fields: CacheFields = _views([*self.pools[: len(pages)], *running], [*pages, *self._running])
+        self.checkpoints: CacheFields = {}
+        if geometry.keeps_states_apart:
+            kept = [group.checkpoint_fields or group.fields for group in layout.recurrent]
+            self.checkpoints = _views([self.pools[pool] for pool in geometry.checkpoint_pools], kept)
 
     def attention_pool(self, group: int) -> RecordPool:
         return self.pools[group]
 
-    def recurrent_pool(self, group: int) -> RecordPool:
-        return self.pools[self._num_attention + group]
+    def checkpoint_pool(self, group: int) -> RecordPool:
+        """Of a recurrent group."""
+        return self.pools[self._geometry.checkpoint_pools[group]]
+
+    def running_pool(self, group: int) -> RecordPool:
+        """Of a recurrent group."""
+        return self.pools[self._geometry.running_pools[group]]
+
+    def start_from(self, group: int, checkpoints: torch.Tensor, running: torch.Tensor) -> None:
+        """Converts checkpoints (int64 slots) into running states, where they are kept apart."""
+        self._convert(group, self.checkpoints, checkpoints, self.fields, running)
+
+    def keep(self, group: int, running: torch.Tensor, checkpoints: torch.Tensor) -> None:
+        """Converts running states (int64 slots) into checkpoints, where they are kept apart."""
+        self._convert(group, self.fields, running, self.checkpoints, checkpoints)
+
+    def _convert(
+        self,
+        group: int,
+        source: CacheFields,
+        source_slots: torch.Tensor,
+        target: CacheFields,
+        target_slots: torch.Tensor,
+    ) -> None:
+        for field in self._running[group]:
+            key = field.layer, field.name
+            # Rounds to nearest, ties to even; what is not a number stays none.
+            content = source[key].index_select(0, source_slots).to(target[key].dtype)
+            target[key].index_copy_(0, target_slots, content)
 
     def read_records(self, pool: int, record_ids: Sequence[int]) -> list[Buffer]:
         """Views of the records' memory, neighbours in one piece; see `core.ports.RecordAccess`."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+from milepost.config import FP32
 from milepost.core.plan import StepDrafts, StepPlan, StepResult
 from milepost.errors import ConfigError, MilepostError, WorkerError
 from milepost.runner import wire
@@ -27,7 +28,8 @@ class WorkerSpec:
         model_path: local model directory.
         dtype: as for `load_model`.
         num_threads: threads torch may use, None = its default.
-        num_draft_tokens, draft_method, draft_model, draft_confidence, quantization: as for `load_model`.
+        num_draft_tokens, draft_method, draft_model, draft_confidence, quantization, state_dtype: as for
+            `load_model`.
     """
 
     model_path: str
@@ -40,6 +42,7 @@ class WorkerSpec:
     draft_model: str | None = None
     draft_confidence: float = 0.0
     quantization: str | None = None
+    state_dtype: str = FP32
 
 
 class ProcessWorker:
@@ -190,5 +193,6 @@ def _build(spec: WorkerSpec) -> Any:
         draft_model=spec.draft_model,
         draft_confidence=spec.draft_confidence,
         quantization=spec.quantization,
+        state_dtype=spec.state_dtype,
     )
     return TorchWorker(model, model.geometry(spec.match_unit), spec.cache_bytes)

@@ -14,7 +14,7 @@ import msgspec
 from milepost.core.plan import StepDrafts, StepPlan, StepResult
 from milepost.errors import WorkerError
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 
 _Message = TypeVar("_Message")
 

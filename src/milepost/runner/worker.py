@@ -146,12 +146,21 @@ class TorchWorker:
             self._model.layout,
             self._geometry,
             vocab_size=self._model.vocab_size,
-            num_records=[pool.num_records for pool in self.pools.pools],
+            pools=self.pools,
         )
         if self._model.expands_latents:
             prompt_ends = [self._request(chunk.request_id).num_prompt_tokens for chunk in plan.chunks]
             batch = with_expansion(batch, prompt_ends, self._model.kernels.exactness)
-        return batch, self._forward(batch.inputs, taps)
+        for group, states in enumerate(batch.states):
+            if states.started:
+                checkpoints, running = torch.tensor(states.started, dtype=torch.int64).unbind(1)
+                self.pools.start_from(group, checkpoints, running)
+        hidden = self._forward(batch.inputs, taps)
+        for group, states in enumerate(batch.states):
+            if states.ended:
+                running, checkpoints = torch.tensor(states.ended, dtype=torch.int64).unbind(1)
+                self.pools.keep(group, running, checkpoints)
+        return batch, hidden
 
     def close(self) -> None:
         """Gives the cache memory back; no call may follow."""
@@ -206,7 +215,7 @@ class TorchWorker:
             destinations = [copy.destination_slot for copy in copies]
             if len(set(destinations)) != len(destinations):
                 raise WorkerError(f"recurrent group {group}: two copies into one slot: {destinations}")
-            self.pools.recurrent_pool(group).copy([copy.source_slot for copy in copies], destinations)
+            self.pools.running_pool(group).copy([copy.source_slot for copy in copies], destinations)
 
     def _run(self, plan: StepPlan) -> StepResult:
         self._copy_states(plan)

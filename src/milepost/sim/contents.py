@@ -47,6 +47,7 @@ class ContentsCheck:
         """Every published page or state that does not hold what its key says. Empty = sound."""
         problems: list[str] = []
         worker = self._worker
+        checkpoint_pools = worker.geometry.checkpoint_pools
         listed: set[tuple[str, int, int]] = set()
         for key, node in self._cache.tree.index.items():
             nodes = self._nodes_by_key.get(key)
@@ -60,7 +61,7 @@ class ContentsCheck:
                     problems.append(f"{node}: page {page} of group {group} is listed twice")
                 listed.add(("page", group, page))
             for group, slot in enumerate(node.states or ()):
-                if worker.slots[group].get(slot) != nodes[-1]:
+                if worker.slots[checkpoint_pools[group]].get(slot) != nodes[-1]:
                     problems.append(f"{node}: slot {slot} of group {group} does not hold its state")
                 if ("slot", group, slot) in listed:
                     problems.append(f"{node}: slot {slot} of group {group} is listed twice")

@@ -34,7 +34,9 @@ class CostModel:
     def _chunk_seconds(self, chunk: ChunkPlan) -> float:
         rows = chunk.last_row_end - chunk.start
         attended = rows * (chunk.start + chunk.last_row_end + 1) / 2.0
-        restored = chunk.initial_slots != chunk.running_slots and ZERO_STATE not in chunk.initial_slots
+        restored = chunk.starts_from_checkpoint or (
+            chunk.initial_slots != chunk.running_slots and ZERO_STATE not in chunk.initial_slots
+        )
         return (
             rows * self.seconds_per_token
             + attended * self.seconds_per_attended_token

@@ -76,13 +76,15 @@ def with_own_drafts(
     return replace(plan, chunks=chunks), made
 
 
-def check_drafts(chunk: ChunkPlan) -> None:
+def check_drafts(chunk: ChunkPlan, *, keeps_apart: bool = False) -> None:
     """Drafts follow a sampled token, and leave the state they start from alone: it is needed again."""
     if not chunk.num_drafts:
         return
     if not chunk.num_samples:
         raise FingerprintError("drafts", f"request {chunk.request_id} has drafts and samples nothing")
     shared = [a for a, b in zip(chunk.initial_slots, chunk.running_slots, strict=True) if a == b]
+    if keeps_apart and chunk.starts_from_checkpoint:
+        shared = chunk.running_slots  # the checkpoint is converted into them
     if shared:
         raise FingerprintError("drafts", f"request {chunk.request_id} verifies in place, slots {shared}")
 

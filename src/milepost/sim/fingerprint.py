@@ -94,7 +94,9 @@ class FingerprintWorker:
         self.counters = WorkerCounters()
         self.closed = False
         self.pages: list[dict[int, list[int]]] = [{} for _ in geometry.attention]
-        self.slots: list[dict[int, int]] = [{} for _ in geometry.recurrent]
+        self.slots: dict[int, dict[int, int]] = {
+            pool: {} for pool in (*geometry.checkpoint_pools, *geometry.running_pools)
+        }
         self.live: dict[int, _Live] = {}
         self._page_users: list[dict[int, int]] = [{} for _ in geometry.attention]
         self._truth: dict[int, TrueSequence] = {}
@@ -138,7 +140,7 @@ class FingerprintWorker:
         if pool < len(self.pages):
             self._page(pool, record)[:] = content
         else:
-            self._set_slot(pool - len(self.pages), record, content[0])
+            self._set_slot(pool, record, content[0])
 
     # --- Worker --------------------------------------------------------------------------
 
@@ -166,7 +168,7 @@ class FingerprintWorker:
         self._replace_pages(plan.chunks)
         self._append_pages(plan.chunks)
         self._copy(plan.copies)
-        check_slots(plan.chunks, len(self.slots), self._check_not_running)
+        check_slots(plan.chunks, self.geometry, self._check_not_running)
         for chunk in plan.chunks:
             self._check_inputs(chunk)
         if self.faults.fails_torn():
@@ -191,11 +193,10 @@ class FingerprintWorker:
         self._uncertain.update(chunk.request_id for chunk in plan.chunks)
 
     def _discard(self, pool: int, record: int) -> None:
-        num_attention = len(self.pages)
-        if pool < num_attention:
+        if pool < len(self.pages):
             touched = self.pages[pool].pop(record, None) is not None
         else:
-            touched = self.slots[pool - num_attention].pop(record, None) is not None
+            touched = self.slots[pool].pop(record, None) is not None
         if touched:
             self._committed_bytes -= self._record_bytes[pool]
 
@@ -278,7 +279,8 @@ class FingerprintWorker:
                 self._extend_table(chunk.request_id, live, group, pages)
 
     def _copy(self, copies: Sequence[StateCopy]) -> None:
-        contents = [self.slots[copy.group].get(copy.source_slot, POISON) for copy in copies]
+        pools = self.geometry.running_pools
+        contents = [self.slots[pools[copy.group]].get(copy.source_slot, POISON) for copy in copies]
         sources = {(copy.group, copy.source_slot) for copy in copies}
         written: set[tuple[int, int]] = set()
         for copy, content in zip(copies, contents, strict=True):
@@ -288,25 +290,25 @@ class FingerprintWorker:
             if target in sources or target in written:
                 raise FingerprintError("copy", f"group {copy.group}: slot {copy.destination_slot} is in use")
             written.add(target)
-            self._check_not_running(copy.group, copy.destination_slot, None)
-            self._set_slot(copy.group, copy.destination_slot, content)
+            self._check_not_running(pools[copy.group], copy.destination_slot, None)
+            self._set_slot(pools[copy.group], copy.destination_slot, content)
 
     def _check_discarded(self, plan: StepPlan) -> None:
         """A state that went back to the operating system must not be anybody's running state.
 
         A table may still list a discarded page, until its request's next chunk replaces it.
         """
-        num_attention = len(self.pages)
         for discard in plan.discards:
-            for record in discard.record_ids if discard.pool >= num_attention else ():
-                self._check_not_running(discard.pool - num_attention, record, None, "discard")
+            for record in discard.record_ids:
+                self._check_not_running(discard.pool, record, None, "discard")
 
-    def _check_not_running(self, group: int, slot: int, writer: int | None, check: str = "slot") -> None:
+    def _check_not_running(self, pool: int, slot: int, writer: int | None, check: str = "slot") -> None:
+        if pool not in self.geometry.running_pools:
+            return
+        group = self.geometry.running_pools.index(pool)
         for request_id, live in self.live.items():
             if request_id != writer and live.running_slots and live.running_slots[group] == slot:
-                raise FingerprintError(
-                    check, f"group {group}, slot {slot} is the running slot of {request_id}"
-                )
+                raise FingerprintError(check, f"pool {pool}, slot {slot} is the running slot of {request_id}")
 
     # --- reading -------------------------------------------------------------------------
 
@@ -323,10 +325,12 @@ class FingerprintWorker:
             raise FingerprintError("tokens", f"request {request_id}: tokens [{start}, {end}) are not its own")
         check_sampling(chunk, truth.num_prompt_tokens)
         check_exports(chunk)
-        check_drafts(chunk)
+        check_drafts(chunk, keeps_apart=self.geometry.keeps_states_apart)
         self._check_pages(request_id, live, truth, start, chunk.last_row_end)
-        for group, slot in enumerate(chunk.initial_slots):
-            self._check_state(request_id, live, group, slot, truth.path[start], start)
+        geometry = self.geometry
+        pools = geometry.checkpoint_pools if chunk.starts_from_checkpoint else geometry.running_pools
+        for pool, slot in zip(pools, chunk.initial_slots, strict=True):
+            self._check_state(request_id, live, pool, slot, truth.path[start], start)
 
     def _check_pages(self, request_id: int, live: _Live, truth: TrueSequence, start: int, end: int) -> None:
         unit = self.match_unit
@@ -363,23 +367,21 @@ class FingerprintWorker:
                 )
 
     def _check_state(
-        self, request_id: int, live: _Live, group: int, slot: int, wanted: int, start: int
+        self, request_id: int, live: _Live, pool: int, slot: int, wanted: int, start: int
     ) -> None:
         if slot == ZERO_STATE:
             if start != 0:
-                raise FingerprintError(
-                    "zero state", f"request {request_id}, group {group} at position {start}"
-                )
+                raise FingerprintError("zero state", f"request {request_id}, pool {pool} at position {start}")
             return
-        found = self.slots[group].get(slot, POISON)
+        found = self.slots[pool].get(slot, POISON)
         if found == POISON:
             raise FingerprintError(
-                "poison state", f"request {request_id}, group {group}: slot {slot} holds nothing"
+                "poison state", f"request {request_id}, pool {pool}: slot {slot} holds nothing"
             )
         if found != wanted:
             raise FingerprintError(
                 "state",
-                f"request {request_id}, group {group}, slot {slot} at {start} holds "
+                f"request {request_id}, pool {pool}, slot {slot} at {start} holds "
                 f"{self.tree.describe(found)}, wanted {self.tree.describe(wanted)}",
             )
         if live.position is None:
@@ -402,12 +404,12 @@ class FingerprintWorker:
         for export in chunk.exports:
             written = self.faults.acknowledges(chunk, export)
             content = nodes[export.offset - 1] if written else POISON
-            for group, slot in enumerate(export.slots):
-                self._set_slot(group, slot, content)
+            for pool, slot in zip(self.geometry.checkpoint_pools, export.slots, strict=True):
+                self._set_slot(pool, slot, content)
             if written and export.position <= end:
                 exported.append(export.position)
-        for group, slot in enumerate(chunk.running_slots):
-            self._set_slot(group, slot, truth.path[end])
+        for pool, slot in zip(self.geometry.running_pools, chunk.running_slots, strict=True):
+            self._set_slot(pool, slot, truth.path[end])
         live.position = end
         live.running_slots = list(chunk.running_slots)
         counters = self.counters
@@ -471,10 +473,11 @@ class FingerprintWorker:
         for group, table in enumerate(live.tables):
             for position in range(chunk.start, chunk.last_row_end):
                 self._page(group, table[position // self.match_unit])[position % self.match_unit] = POISON
-        targets = [chunk.running_slots] + [export.slots for export in chunk.exports]
-        for slots in targets:
-            for group, slot in enumerate(slots):
-                self._set_slot(group, slot, POISON)
+        targets = list(zip(self.geometry.running_pools, chunk.running_slots, strict=True))
+        for export in chunk.exports:
+            targets += zip(self.geometry.checkpoint_pools, export.slots, strict=True)
+        for pool, slot in targets:
+            self._set_slot(pool, slot, POISON)
 
     def _page(self, group: int, page: int) -> list[int]:
         entries = self.pages[group].get(page)
@@ -484,10 +487,10 @@ class FingerprintWorker:
             self._committed_bytes += self._record_bytes[group]
         return entries
 
-    def _set_slot(self, group: int, slot: int, content: int) -> None:
-        slots = self.slots[group]
+    def _set_slot(self, pool: int, slot: int, content: int) -> None:
+        slots = self.slots[pool]
         if slot not in slots:
-            self._committed_bytes += self._record_bytes[len(self.pages) + group]
+            self._committed_bytes += self._record_bytes[pool]
         slots[slot] = content
 
     def _check_budget(self) -> None:

@@ -18,9 +18,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from milepost.core import losses, reasons
+from milepost.core.coordinator import Match
 from milepost.core.hashing import KeyChain
 from milepost.core.lease import Lease, Reservation
-from milepost.core.prefix_cache import Match, PrefixCache
+from milepost.core.prefix_cache import PrefixCache
 from milepost.core.request import ReuseReport
 from milepost.core.tree import Node, PrefixTree
 
@@ -123,10 +124,17 @@ class LossBook:
             self._problems.append(f"no eviction and no refusal was counted for {named}")
 
     def _reserve(
-        self, lease: Lease, end: int, exports: Sequence[tuple[int, str]], now: float
+        self,
+        lease: Lease,
+        end: int,
+        exports: Sequence[tuple[int, str]],
+        now: float,
+        end_reason: str | None = None,
     ) -> Reservation | None:
-        self._asked[id(lease)] = list(exports)
-        return PrefixCache.reserve(self._cache, lease, end, exports, now)
+        asked = self._asked[id(lease)] = list(exports)
+        if self._cache.is_end_exported(lease, end):
+            asked.append((end, end_reason or reasons.INTERVAL))
+        return PrefixCache.reserve(self._cache, lease, end, exports, now, end_reason)
 
     def _confirm(self, lease: Lease, reservation: Reservation) -> None:
         for position, reason in self._asked.pop(id(lease), []):

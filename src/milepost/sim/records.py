@@ -39,7 +39,7 @@ class FingerprintRecords:
     def _content(self, pool: int, record: int) -> list[int]:
         if pool < self._num_attention:
             return self._worker.pages[pool].get(record, [POISON] * self._worker.match_unit)
-        return [self._worker.slots[pool - self._num_attention].get(record, POISON)]
+        return [self._worker.slots[pool].get(record, POISON)]
 
     def _padded(self, pool: int, content: Sequence[int]) -> bytes:
         return array(_TYPE, content).tobytes().ljust(self._record_bytes[pool], b"\0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 
+from milepost.core.geometry import CacheGeometry
 from milepost.core.plan import ChunkPlan, ScoredToken
 from milepost.errors import MilepostError
 
@@ -22,13 +23,14 @@ class FingerprintError(MilepostError):
 
 
 def check_slots(
-    chunks: Sequence[ChunkPlan], num_recurrent: int, check_owner: Callable[[int, int, int], None]
+    chunks: Sequence[ChunkPlan], geometry: CacheGeometry, check_owner: Callable[[int, int, int], None]
 ) -> None:
     """No two chunks write one slot, and nobody writes what somebody else reads in the same step.
 
     Args:
-        check_owner: called with (group, slot, request id) for every write.
+        check_owner: called with (pool, slot, request id) for every write.
     """
+    checkpoints, running = geometry.checkpoint_pools, geometry.running_pools
     readers: dict[tuple[int, int], set[int]] = {}
     written: set[tuple[int, int]] = set()
     seen: set[int] = set()
@@ -38,23 +40,26 @@ def check_slots(
             raise FingerprintError("chunk", f"request {request_id} has two chunks in one step")
         seen.add(request_id)
         for slots in (chunk.initial_slots, chunk.running_slots, *(export.slots for export in chunk.exports)):
-            if len(slots) != num_recurrent:
+            if len(slots) != len(geometry.recurrent):
                 raise FingerprintError("chunk", f"request {request_id}: one slot per recurrent group needed")
-        for key in enumerate(chunk.initial_slots):
+        pools = checkpoints if chunk.starts_from_checkpoint else running
+        for key in zip(pools, chunk.initial_slots, strict=True):
             readers.setdefault(key, set()).add(request_id)
     for chunk in chunks:
         request_id = chunk.request_id
-        for slots in (chunk.running_slots, *(export.slots for export in chunk.exports)):
-            for key in enumerate(slots):
-                group, slot = key
-                if slot < 0:
-                    raise FingerprintError("slot", f"request {request_id} writes slot {slot}")
-                if key in written:
-                    raise FingerprintError("slot", f"group {group}, slot {slot} is written twice in one step")
-                if readers.get(key, set()) - {request_id}:
-                    raise FingerprintError("slot", f"group {group}, slot {slot} is read by another request")
-                written.add(key)
-                check_owner(group, slot, request_id)
+        writes = list(zip(running, chunk.running_slots, strict=True))
+        for export in chunk.exports:
+            writes += zip(checkpoints, export.slots, strict=True)
+        for key in writes:
+            pool, slot = key
+            if slot < 0:
+                raise FingerprintError("slot", f"request {request_id} writes slot {slot}")
+            if key in written:
+                raise FingerprintError("slot", f"pool {pool}, slot {slot} is written twice in one step")
+            if readers.get(key, set()) - {request_id}:
+                raise FingerprintError("slot", f"pool {pool}, slot {slot} is read by another request")
+            written.add(key)
+            check_owner(pool, slot, request_id)
 
 
 def check_exports(chunk: ChunkPlan) -> None:

@@ -66,11 +66,13 @@ def wild_weights(rng: Random, names: tuple[str, ...], always: frozenset[str]) ->
 
 
 def draw_geometry(rng: Random) -> CacheGeometry:
-    """One to two groups of each kind; record sizes that differ wildly; every kind of export grid."""
+    """One to two groups of each kind; record sizes that differ wildly; every kind of export grid; in three
+    of ten checkpoints may be kept apart from running states, smaller or larger than those."""
     match_unit = rng.choice((1, 2, 3, 4, 4, 5, 8, 16))
     num_attention = rng.choice((0, 1, 1, 1, 2))
     num_recurrent = rng.choice((0, 1, 1, 1, 2)) if num_attention else rng.choice((1, 2))
     alignments = (1, 1, 2, 4, match_unit, 3 * match_unit, None)
+    kept_bytes = (None, 1, 3000, 20_000) if rng.random() < 0.3 else (None,)
     return CacheGeometry(
         match_unit=match_unit,
         attention=tuple(
@@ -78,7 +80,12 @@ def draw_geometry(rng: Random) -> CacheGeometry:
             for index in range(num_attention)
         ),
         recurrent=tuple(
-            RecurrentGroupSpec(f"recurrent {index}", rng.choice((1, 4096, 30_000)), rng.choice(alignments))
+            RecurrentGroupSpec(
+                f"recurrent {index}",
+                rng.choice((1, 4096, 30_000)),
+                rng.choice(alignments),
+                rng.choice(kept_bytes),
+            )
             for index in range(num_recurrent)
         ),
     )
