@@ -33,7 +33,7 @@ def test_a_soak() -> None:
     if os.environ.get("MILEPOST_REQUIRE", "") == "all":
         assert available() == ["redis", "mooncake"]
     command = [
-        *own_network(), sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider",
+        *own_network(), sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "-p", "no:logging",
         str(HERE / "soak_cases.py"),
     ]  # fmt: skip
     environment = {

@@ -97,7 +97,7 @@ def assert_same_proposals(some: Sequence[Proposal], others: Sequence[Proposal], 
 def taps_of(bare: LoadedModel, layers: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
     """Outputs of decoder layers at all positions, side by side; `bare` was loaded without a drafter."""
     taps, forward = LayerTaps(layers), bare.decoder.forward
-    bare.decoder.forward = lambda inputs, cache, _: forward(inputs, cache, taps)  # type: ignore[method-assign]
+    bare.decoder.forward = lambda inputs, cache, *_: forward(inputs, cache, taps)  # type: ignore[method-assign]
     try:
         Driver(bare, match_unit=UNIT, cache_bytes=8 << 20).decoder_states(tokens)
     finally:

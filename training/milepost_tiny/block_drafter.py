@@ -32,7 +32,7 @@ class BlockConfig:
     rms_norm_eps: float = 1e-5
     max_position_embeddings: int = 32768
     markov_rank: int = 48
-    block_size: int = 4
+    draft_block_size: int = 4
     rope_theta: float = 10000.0
     mask_token_id: int = 0
     target_layer_ids: tuple[int, ...] = (1, 2, 3)
@@ -43,6 +43,7 @@ class BlockConfig:
             "mask_token_id": values.pop("mask_token_id"),
             "target_layer_ids": list(values.pop("target_layer_ids")),
         }
+        size = values.pop("draft_block_size")
         rope = {"rope_type": "default", "rope_theta": values.pop("rope_theta")}
         return {
             "architectures": ["DSparkDraftModel"],
@@ -52,6 +53,7 @@ class BlockConfig:
             "attention_bias": False,
             "tie_word_embeddings": False,
             **values,
+            "block_size": size,
             "layer_types": ["full_attention"] * self.num_hidden_layers,
             "rope_parameters": rope,
             "markov_head_type": "vanilla",
@@ -215,7 +217,7 @@ def distillation(
         weights: [B, T], of position t: how much the prediction of token t + 1 matters.
     """
     config = drafter.config
-    num_rows, batch, tokens = config.block_size, *ids.shape
+    num_rows, batch, tokens = config.draft_block_size, *ids.shape
     with torch.no_grad():
         taps, hidden, embedding = target_taps(target, ids, config.target_layer_ids)
         chances = weights[:, 1 : tokens - num_rows + 1] + 1e-3

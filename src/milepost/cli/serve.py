@@ -66,7 +66,11 @@ def serve_model(
             )
 
     with bind(host, port) as listener:
-        Server(load_model, listener, on_listening, server_options, on_draining).serve_until_stopped()
+        try:
+            Server(load_model, listener, on_listening, server_options, on_draining).serve_until_stopped()
+        finally:
+            # Or what start-up left in cycles would be there when the interpreter ends.
+            gc.unfreeze()
 
 
 def spare_collections() -> None:

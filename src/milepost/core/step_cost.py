@@ -10,6 +10,7 @@ seconds. The coefficients come from least squares over what steps of each shape 
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -108,7 +109,7 @@ class _Shape:
 
     def typical(self) -> float:
         """Lower median: a step that something else held up says nothing about its shape."""
-        return sorted(self.seconds)[(len(self.seconds) - 1) // 2]
+        return statistics.median_low(self.seconds)
 
 
 class LinearFit:
