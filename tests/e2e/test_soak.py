@@ -33,8 +33,9 @@ def test_a_soak() -> None:
     if os.environ.get("MILEPOST_REQUIRE", "") == "all":
         assert available() == ["redis", "mooncake"]
     command = [
-        *own_network(), sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "-p", "no:logging",
-        str(HERE / "soak_cases.py"),
+        *own_network(), sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider",
+        # It would keep every warning of every fault.
+        "-p", "no:logging", str(HERE / "soak_cases.py"),
     ]  # fmt: skip
     environment = {
         **os.environ,
