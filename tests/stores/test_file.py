@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import random
+import shutil
 import signal
 import stat
 import subprocess
@@ -107,6 +108,20 @@ def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
     assert store.load(keys(segments), deadline_seconds=SECONDS) == [None, None]
     assert store.save(segments, deadline_seconds=SECONDS) == [True, True]
     assert store.used_bytes == sum(disk_bytes(path.stat().st_size) for path in files_below(tmp_path))
+
+
+def test_a_save_while_the_folder_is_being_removed_does_not_end_the_store(tmp_path: Path) -> None:
+    """`rm -r` may take the ledger before a folder: what is left is refused, as long as it is there."""
+    store = open_store(tmp_path / "store")
+    segments = chain("removing", 3)
+    assert store.save(segments[:1], deadline_seconds=SECONDS) == [True]
+    (tmp_path / "store" / LEDGER_NAME).unlink()
+    for _ in range(2):
+        with pytest.raises(StoreError, match="holds other files"):
+            store.save(segments[1:], deadline_seconds=SECONDS)
+    shutil.rmtree(tmp_path / "store")
+    assert store.save(segments, deadline_seconds=SECONDS) == [True, True, True]
+    assert None not in store.load(keys(segments), deadline_seconds=SECONDS)
 
 
 # ---------------------------------------------------------------- restarts and crashes

@@ -80,6 +80,7 @@ class SegmentFolder:
         self.root = Path(root)
         self._thread_lock = threading.Lock()
         self._lock_fd = -1
+        self._is_closed = False
         self.total_bytes = 0
         """What the ledger said when the lock was held last."""
         self.generation = 0
@@ -88,6 +89,7 @@ class SegmentFolder:
 
     def close(self) -> None:
         with self._thread_lock:
+            self._is_closed = True
             if self._lock_fd >= 0:
                 os.close(self._lock_fd)
             self._lock_fd = -1
@@ -151,8 +153,11 @@ class SegmentFolder:
     def _take_file_lock(self, deadline: Deadline) -> None:
         pause = 0.0005
         while True:
-            if self._lock_fd < 0:
+            if self._is_closed:
                 raise StoreError(f"{self.root}: the store is closed")
+            if self._lock_fd < 0:
+                # It could not be made again when it was gone; by now it may be.
+                self._prepare()
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self._is_current():
