@@ -147,6 +147,38 @@ def receive(socket: Any, count: int) -> list[list[bytes]]:
     return frames
 
 
+def test_a_replay_leaves_nothing_out() -> None:
+    """A router drops what is over its high-water mark, 1,000 messages unless it is told otherwise."""
+    zmq = pytest.importorskip("zmq")
+    config = KvEventsConfig(
+        endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*", buffer_steps=20_000
+    )
+    publisher = ZmqPublisher(config)
+    context = zmq.Context()
+    client = context.socket(zmq.DEALER)
+    try:
+        client.connect(publisher.replay_endpoint)
+
+        def ask(first: int, pause: float) -> list[int]:
+            client.send_multipart((b"", first.to_bytes(8, "big")))
+            assert client.poll(10_000)
+            time.sleep(pause)  # a reader that is not at once there
+            numbers: list[int] = []
+            while not numbers or numbers[-1] != -1:
+                [[_, number, _]] = receive(client, 1)
+                numbers.append(int.from_bytes(number, "big", signed=True))
+            return numbers
+
+        for _ in range(12_000):
+            publisher.publish(bytes(200))
+        while ask(11_999, 0.01) != [11_999, -1]:
+            continue
+        assert ask(0, 0.3) == [*range(12_000), -1]
+    finally:
+        context.destroy(linger=0)
+        publisher.close()
+
+
 def test_subscribers_get_numbered_batches_and_may_ask_for_missed_ones() -> None:
     zmq = pytest.importorskip("zmq")
     config = KvEventsConfig(

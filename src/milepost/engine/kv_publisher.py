@@ -25,6 +25,7 @@ log = logging.getLogger("milepost.engine")
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 POLL_MILLISECONDS = 200
 CLOSE_SECONDS = 5.0
+_MAX_HWM = 2**31 - 1
 _WAKE_ADDRESS = "inproc://milepost-kv-events"
 
 
@@ -87,9 +88,12 @@ class ZmqPublisher:
         self._next_number = 0
         self._sockets: list[zmq.Socket[Any]] = []
         try:
-            self._pub = self._bound(zmq.PUB, config.endpoint)
-            self._pub.set_hwm(config.hwm)
-            self._replay = self._bound(zmq.ROUTER, config.replay_endpoint) if config.replay_endpoint else None
+            self._pub = self._bound(zmq.PUB, config.endpoint, config.hwm)
+            # A router drops what is over its mark: all that is kept, and the end, has room for one client.
+            room = min(config.buffer_steps + 1, _MAX_HWM)
+            self._replay = (
+                self._bound(zmq.ROUTER, config.replay_endpoint, room) if config.replay_endpoint else None
+            )
             self._woken = self._bound(zmq.PULL, _WAKE_ADDRESS)
             self._waker = self._socket(zmq.PUSH)
             self._waker.connect(_WAKE_ADDRESS)
@@ -130,8 +134,11 @@ class ZmqPublisher:
         self._sockets.append(socket)
         return socket
 
-    def _bound(self, kind: int, endpoint: str) -> zmq.Socket[Any]:
+    def _bound(self, kind: int, endpoint: str, hwm: int | None = None) -> zmq.Socket[Any]:
         socket = self._socket(kind)
+        if hwm is not None:
+            # Marks hold for what is bound later.
+            socket.set_hwm(hwm)
         try:
             socket.bind(endpoint)
         except self._zmq.ZMQError as error:
