@@ -81,12 +81,17 @@ def test_expected_tokens_is_what_happens() -> None:
     assert total / 20_000 == pytest.approx(expected_tokens(geometric(0.7, 4)), rel=0.02)
 
 
+def without_drafting(cost: StepCost) -> StepCost:
+    """What the meter says where the worker does not draft."""
+    return replace(cost, start=0.0, depth=0.0, drafted=0.0)
+
+
 def lone(
     acceptance: float, cost: StepCost, *, own: bool = False, num_requests: int = 1, most: int = 8
 ) -> int:
     """Length for one of equal requests."""
     some = [geometric(acceptance, most)] * num_requests
-    lengths = best_lengths(some, num_requests, cost, is_own=own)
+    lengths = best_lengths(some, num_requests, cost if own else without_drafting(cost))
     assert len(set(lengths)) == 1
     return lengths[0]
 
@@ -101,8 +106,8 @@ def test_a_lone_request_drafts_much_and_a_full_batch_nothing() -> None:
 def test_useless_drafts_are_left_out_and_perfect_ones_taken() -> None:
     assert lone(0.0, CHEAP) == 0
     assert lone(1.0, CHEAP) == 8
-    assert best_lengths([[]], 1, CHEAP, is_own=False) == [0]
-    assert best_lengths([], 3, CHEAP, is_own=False) == []
+    assert best_lengths([[]], 1, CHEAP) == [0]
+    assert best_lengths([], 3, CHEAP) == []
 
 
 COSTS = st.builds(
@@ -133,7 +138,7 @@ def test_no_other_lengths_promise_more(
     batch: tuple[list[list[float]], int], cost: StepCost, own: bool
 ) -> None:
     some, num_requests = batch
-    lengths = best_lengths(some, num_requests, cost, is_own=own)
+    lengths = best_lengths(some, num_requests, cost if own else without_drafting(cost))
     best, _ = brute_force(some, num_requests, cost, own)
     plain = rate_of(some, [0] * len(some), num_requests, cost, own)
     reached = rate_of(some, lengths, num_requests, cost, own)
@@ -151,8 +156,8 @@ def test_a_dearer_draft_is_never_made_more_often(
 ) -> None:
     dearer = replace(cost, **{what: getattr(cost, what) + more})
     some = [geometric(acceptance, 8)]
-    before = best_lengths(some, 1, cost, is_own=True)
-    after = best_lengths(some, 1, dearer, is_own=True)
+    before = best_lengths(some, 1, cost)
+    after = best_lengths(some, 1, dearer)
     if after[0] > before[0]:  # only where both lengths are worth the same
         assert rate_of(some, after, 1, dearer, True) == pytest.approx(rate_of(some, before, 1, dearer, True))
 
@@ -163,8 +168,8 @@ def test_a_drafter_that_is_dearer_to_start_is_not_started_for_it(
 ) -> None:
     """It may make more drafts at a time, to pay for the start, but none where it made none."""
     some = [geometric(acceptance, 8)]
-    if best_lengths(some, 1, cost, is_own=True) == [0]:
-        assert best_lengths(some, 1, replace(cost, start=cost.start + more), is_own=True) == [0]
+    if best_lengths(some, 1, cost) == [0]:
+        assert best_lengths(some, 1, replace(cost, start=cost.start + more)) == [0]
 
 
 @given(st.floats(0.0, 0.95), st.floats(0.0, 0.05), COSTS)
@@ -196,7 +201,7 @@ def test_a_slow_drafter_is_turned_off_though_its_drafts_are_right() -> None:
 
 def test_in_one_step_the_better_drafts_are_made() -> None:
     some = [geometric(acceptance, 6) for acceptance in (0.95, 0.5, 0.02)]
-    lengths = best_lengths(some, 3, ROWS, is_own=False)
+    lengths = best_lengths(some, 3, ROWS)
     assert lengths[0] > lengths[1] >= lengths[2] == 0
 
 

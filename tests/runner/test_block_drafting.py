@@ -15,6 +15,7 @@ import torch
 from tests.support.block_checkpoints import BLOCK_ROWS, LAYOUTS, TAPS, load_pair, method_of, write_pair
 from tests.support.conversations import UNIT, Engine, Proposal
 from tests.support.driver import Driver, random_tokens
+from tests.support.recorded_rows import forget_accepted, record_as
 
 from milepost.core.plan import SamplingParams
 from milepost.core.request import Request
@@ -26,7 +27,6 @@ from milepost.models.inputs import LayerTaps
 from milepost.models.loading import LoadedModel
 from milepost.runner import block_drafting
 from milepost.runner.block_drafting import BlockRunner
-from milepost.runner.drafting import ProcessedRows
 from milepost.runner.process_worker import ProcessWorker, WorkerSpec
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -279,30 +279,12 @@ def test_a_threshold_needs_a_drafter_that_estimates(pairs: Pairs) -> None:
 # -- planted faults --------------------------------------------------------------------------------
 
 
-def _record_as(
-    change: Callable[[ProcessedRows], ProcessedRows], patch: pytest.MonkeyPatch, shift: int = 0
-) -> None:
-    record = BlockRunner.record
-
-    def changed(self: BlockRunner, parts: Any, read: torch.Tensor) -> None:
-        record(self, [change(part) for part in parts], read.roll(shift, dims=0))
-
-    patch.setattr(BlockRunner, "record", changed)
-
-
 def rows_of_the_token_before(patch: pytest.MonkeyPatch) -> None:
-    _record_as(lambda part: part, patch, shift=1)
+    record_as(BlockRunner, patch, shift=1)
 
 
 def accepted_rows_forgotten(patch: pytest.MonkeyPatch) -> None:
-    _record_as(
-        lambda part: (
-            part
-            if part.end - part.start > 5 or part.start < 20
-            else dataclasses.replace(part, end=part.start + 1)
-        ),
-        patch,
-    )
+    forget_accepted(BlockRunner, patch)
 
 
 def entries_in_the_next_place(patch: pytest.MonkeyPatch) -> None:

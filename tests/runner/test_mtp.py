@@ -20,6 +20,7 @@ from tests.support.draft_checkpoints import DRAFT_FAMILIES, with_drafts
 from tests.support.driver import Driver, random_tokens
 from tests.support.eagle3_checkpoints import write_pair
 from tests.support.families import Shelf
+from tests.support.recorded_rows import forget_accepted, record_as
 
 from milepost.core.plan import SamplingParams
 from milepost.core.request import Request
@@ -28,7 +29,7 @@ from milepost.kernels.api import select_kernels
 from milepost.kernels.index import AttentionIndex, RowSpan
 from milepost.models.inputs import StepInputs
 from milepost.models.loading import LoadedModel, load_model
-from milepost.runner.drafting import ChainRunner, ProcessedRows
+from milepost.runner.drafting import ChainRunner
 from milepost.runner.process_worker import ProcessWorker, WorkerSpec
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -473,35 +474,21 @@ def taps_only_at_the_newest_token(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ChainRunner, "_write_taps", newest)
 
 
-def _follow_as(
-    change: Callable[[ProcessedRows], ProcessedRows], patch: pytest.MonkeyPatch, shift: int = 0
-) -> None:
-    follow = ChainRunner.record
-
-    def changed(self: ChainRunner, parts: Any, hidden: torch.Tensor) -> None:
-        follow(self, [change(part) for part in parts], hidden.roll(shift, dims=0))
-
-    patch.setattr(ChainRunner, "record", changed)
-
-
 def hidden_states_of_the_row_before(patch: pytest.MonkeyPatch) -> None:
-    _follow_as(lambda part: part, patch, shift=1)
+    record_as(ChainRunner, patch, shift=1)
 
 
 def tokens_of_the_position_before(patch: pytest.MonkeyPatch) -> None:
-    _follow_as(lambda part: dataclasses.replace(part, tokens=part.tokens[:1] + part.tokens[:-1]), patch)
+    record_as(
+        ChainRunner,
+        patch,
+        lambda part: dataclasses.replace(part, tokens=part.tokens[:1] + part.tokens[:-1]),
+    )
 
 
 def accepted_rows_forgotten(patch: pytest.MonkeyPatch) -> None:
     """Only the first row of a chunk with drafts is followed."""
-    _follow_as(
-        lambda part: (
-            part
-            if part.end - part.start > 5 or part.start < 20
-            else dataclasses.replace(part, end=part.start + 1)
-        ),
-        patch,
-    )
+    forget_accepted(ChainRunner, patch)
 
 
 def entries_in_the_next_place(patch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from tests.support.checkpoints import write_checkpoint
 from tests.support.draft_checkpoints import decoder_prefix, is_qwen, text_of, with_drafts
+from tests.support.drafter_tensors import RandomTensors
 
 from milepost.models.loading import LoadedModel, load_model
 
@@ -123,27 +124,12 @@ def method_of(layout: str) -> str:
     return "dflash" if layout.startswith("dflash") else "dspark"
 
 
-class _Tensors:
-    def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-        self.made: dict[str, torch.Tensor] = {}
-
-    def linear(self, name: str, width: int, width_in: int, bias: bool = False) -> None:
-        weight = torch.randn(width, width_in, generator=self._generator) * width_in**-0.5
-        self.made[f"{name}.weight"] = weight
-        if bias:
-            self.made[f"{name}.bias"] = torch.randn(width, generator=self._generator) * 0.3
-
-    def norm(self, name: str, width: int) -> None:
-        self.made[f"{name}.weight"] = torch.randn(width, generator=self._generator) * 0.2 + 1.0
-
-
 def drafter_tensors(config: dict[str, Any], seed: int = 3) -> dict[str, torch.Tensor]:
     """Random tensors for a config of `drafter_config`."""
     layers = config.get("transformer_layer_config", config)
     hidden, vocab = layers["hidden_size"], layers["vocab_size"]
     is_latent = "kv_lora_rank" in layers
-    made = _Tensors(seed)
+    made = RandomTensors(seed, 0.2)
     names = ("context_proj", "context_norm", "final_norm") if is_latent else ("fc", "hidden_norm", "norm")
     made.linear(names[0], hidden, len(TAPS) * hidden)
     made.norm(names[1], hidden)
@@ -158,7 +144,7 @@ def drafter_tensors(config: dict[str, Any], seed: int = 3) -> dict[str, torch.Te
         for part in ("gate_proj", "up_proj"):
             made.linear(f"{at}mlp.{part}", layers["intermediate_size"], hidden)
         made.linear(f"{at}mlp.down_proj", hidden, layers["intermediate_size"])
-        (_latent_attention if is_latent else _grouped_attention)(made, at + "self_attn.", layers)
+        made.attention(at + "self_attn.", layers, hidden, has_norms=True)
     rank = config.get("markov_rank", 0)
     draft_vocab = config.get("draft_vocab_size", vocab)
     if rank:
@@ -167,12 +153,12 @@ def drafter_tensors(config: dict[str, Any], seed: int = 3) -> dict[str, torch.Te
         made.linear("markov_head.markov_w2", draft_vocab, rank)
         kind = config.get("markov_head_type")
         if kind == "gated":
-            made.linear("markov_head.gate_proj", rank, hidden + rank, bias=True)
+            made.linear("markov_head.gate_proj", rank, hidden + rank, has_bias=True)
         elif kind == "rnn":
-            made.linear("markov_head.joint_proj", 3 * rank, 2 * rank + hidden, bias=True)
+            made.linear("markov_head.joint_proj", 3 * rank, 2 * rank + hidden, has_bias=True)
     if method_is_dspark(config) and config.get("enable_confidence_head", is_latent):
         reads_token = config.get("confidence_head_with_markov", True)
-        made.linear("confidence_head.proj", 1, hidden + (rank if reads_token else 0), bias=True)
+        made.linear("confidence_head.proj", 1, hidden + (rank if reads_token else 0), has_bias=True)
     if draft_vocab < vocab:
         made.linear("lm_head", draft_vocab, hidden)
         kept = (
@@ -184,33 +170,6 @@ def drafter_tensors(config: dict[str, Any], seed: int = 3) -> dict[str, torch.Te
 
 def method_is_dspark(config: dict[str, Any]) -> bool:
     return "markov_rank" in config
-
-
-def _grouped_attention(made: _Tensors, at: str, layers: dict[str, Any]) -> None:
-    hidden, dim = layers["hidden_size"], layers["head_dim"]
-    made.linear(at + "q_proj", layers["num_attention_heads"] * dim, hidden)
-    for part in ("k_proj", "v_proj"):
-        made.linear(at + part, layers["num_key_value_heads"] * dim, hidden)
-    made.linear(at + "o_proj", hidden, layers["num_attention_heads"] * dim)
-    made.norm(at + "q_norm", dim)
-    made.norm(at + "k_norm", dim)
-
-
-def _latent_attention(made: _Tensors, at: str, layers: dict[str, Any]) -> None:
-    hidden, heads = layers["hidden_size"], layers["num_attention_heads"]
-    query = heads * (layers["qk_nope_head_dim"] + layers["qk_rope_head_dim"])
-    if layers["q_lora_rank"] is None:
-        made.linear(at + "q_proj", query, hidden)
-    else:
-        made.linear(at + "q_a_proj", layers["q_lora_rank"], hidden)
-        made.norm(at + "q_a_layernorm", layers["q_lora_rank"])
-        made.linear(at + "q_b_proj", query, layers["q_lora_rank"])
-    made.linear(at + "kv_a_proj_with_mqa", layers["kv_lora_rank"] + layers["qk_rope_head_dim"], hidden)
-    made.norm(at + "kv_a_layernorm", layers["kv_lora_rank"])
-    made.linear(
-        at + "kv_b_proj", heads * (layers["qk_nope_head_dim"] + layers["v_head_dim"]), layers["kv_lora_rank"]
-    )
-    made.linear(at + "o_proj", hidden, heads * layers["v_head_dim"])
 
 
 def write_pair(

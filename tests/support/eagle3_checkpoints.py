@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from tests.support.checkpoints import write_checkpoint
 from tests.support.draft_checkpoints import decoder_prefix, is_qwen, text_of, with_drafts
+from tests.support.drafter_tensors import RandomTensors
 
 TAP_IDS = [1, 3, 4]
 """As published, counted from one: outputs of layers 0, 2 and 3 of a decoder of five."""
@@ -108,25 +109,12 @@ def tap_ids(config: dict[str, Any]) -> list[int]:
     return config.get("eagle_config", config)["eagle_aux_hidden_state_layer_ids"]
 
 
-class _Tensors:
-    def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-        self.made: dict[str, torch.Tensor] = {}
-
-    def linear(self, name: str, width: int, width_in: int, scale: float = 1.0) -> None:
-        weight = torch.randn(width, width_in, generator=self._generator) * scale * width_in**-0.5
-        self.made[f"{name}.weight"] = weight
-
-    def norm(self, name: str, width: int) -> None:
-        self.made[f"{name}.weight"] = torch.randn(width, generator=self._generator) * 0.3 + 1.0
-
-
 def drafter_tensors(layout: str, config: dict[str, Any], seed: int = 3) -> dict[str, torch.Tensor]:
     """Random tensors for a config of `drafter_config`."""
     layer = layer_of(config)
     hidden, vocab, tap_width = layer["hidden_size"], layer["vocab_size"], config.get("target_hidden_size")
     width, num_taps = tap_width or hidden, len(tap_ids(config))
-    made = _Tensors(seed)
+    made = RandomTensors(seed, 0.3)
     made.linear("fc", hidden, num_taps * width)
     for number in range(num_taps if config.get("fc_norm") else 0):
         made.norm(f"fc_norm.{number}", width)
@@ -138,7 +126,9 @@ def drafter_tensors(layout: str, config: dict[str, Any], seed: int = 3) -> dict[
     for part in ("gate_proj", "up_proj"):
         made.linear(f"{at}mlp.{part}", layer["intermediate_size"], hidden)
     made.linear(f"{at}mlp.down_proj", hidden, layer["intermediate_size"])
-    (_latent if "kv_lora_rank" in layer else _grouped)(made, at + "self_attn.", layer)
+    made.attention(at + "self_attn.", layer, 2 * hidden, 2.0, has_norms=layer["model_type"] == "qwen3")
+    if layer.get("mla_use_output_gate"):
+        made.linear(at + "self_attn.g_proj", layer["num_attention_heads"] * layer["v_head_dim"], 2 * hidden)
     made.norm("norm", hidden)
     draft_vocab = config.get("draft_vocab_size", vocab)
     if layout == "llama":
@@ -152,35 +142,6 @@ def drafter_tensors(layout: str, config: dict[str, Any], seed: int = 3) -> dict[
         made.made["d2t"] = kept - torch.arange(draft_vocab)
         made.made["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, kept, True)
     return made.made
-
-
-def _grouped(made: _Tensors, at: str, layer: dict[str, Any]) -> None:
-    hidden, dim, heads = layer["hidden_size"], layer["head_dim"], layer["num_attention_heads"]
-    made.linear(at + "q_proj", heads * dim, 2 * hidden, 2.0)
-    for part in ("k_proj", "v_proj"):
-        made.linear(at + part, layer["num_key_value_heads"] * dim, 2 * hidden)
-    made.linear(at + "o_proj", hidden, heads * dim)
-    if layer["model_type"] == "qwen3":
-        made.norm(at + "q_norm", dim)
-        made.norm(at + "k_norm", dim)
-
-
-def _latent(made: _Tensors, at: str, layer: dict[str, Any]) -> None:
-    hidden, heads = layer["hidden_size"], layer["num_attention_heads"]
-    query = heads * (layer["qk_nope_head_dim"] + layer["qk_rope_head_dim"])
-    if layer["q_lora_rank"] is None:
-        made.linear(at + "q_proj", query, 2 * hidden, 2.0)
-    else:
-        made.linear(at + "q_a_proj", layer["q_lora_rank"], 2 * hidden)
-        made.norm(at + "q_a_layernorm", layer["q_lora_rank"])
-        made.linear(at + "q_b_proj", query, layer["q_lora_rank"], 2.0)
-    latent = layer["kv_lora_rank"]
-    made.linear(at + "kv_a_proj_with_mqa", latent + layer["qk_rope_head_dim"], 2 * hidden)
-    made.norm(at + "kv_a_layernorm", latent)
-    made.linear(at + "kv_b_proj", heads * (layer["qk_nope_head_dim"] + layer["v_head_dim"]), latent)
-    made.linear(at + "o_proj", hidden, heads * layer["v_head_dim"])
-    if layer.get("mla_use_output_gate"):
-        made.linear(at + "g_proj", heads * layer["v_head_dim"], 2 * hidden)
 
 
 def write_pair(

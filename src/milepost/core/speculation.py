@@ -61,9 +61,7 @@ def chances(acceptance: float, scales: Sequence[float], num_drafts: int) -> list
     return result
 
 
-def best_lengths(
-    chances_of: Sequence[Sequence[float]], num_requests: int, cost: StepCost, *, is_own: bool
-) -> list[int]:
+def best_lengths(chances_of: Sequence[Sequence[float]], num_requests: int, cost: StepCost) -> list[int]:
     """Drafts per request that promise the most tokens per second; zeros if none gain MIN_GAIN.
 
     Maximises a ratio by Dinkelbach's method (On nonlinear fractional programming, 1967): for a given worth
@@ -73,7 +71,6 @@ def best_lengths(
     Args:
         chances_of: see `chances`; one entry per request that may draft, as long as it may be.
         num_requests: that decode in the step, those included.
-        is_own: the worker makes the drafts.
     """
     plain_seconds = cost.seconds(StepShape(num_requests))
     if plain_seconds <= 0.0:
@@ -81,21 +78,19 @@ def best_lengths(
     plain = worth = num_requests / plain_seconds
     best = [0] * len(chances_of)
     for _ in range(_ROUNDS):
-        lengths = _lengths_at(chances_of, worth, cost, is_own=is_own)
-        reached = _rate(chances_of, lengths, num_requests, cost, is_own=is_own)
+        lengths = _lengths_at(chances_of, worth, cost)
+        reached = _rate(chances_of, lengths, num_requests, cost)
         if reached <= worth * (1.0 + 1e-12):
             break
         best, worth = lengths, reached
     return best if worth >= MIN_GAIN * plain else [0] * len(chances_of)
 
 
-def _lengths_at(
-    chances_of: Sequence[Sequence[float]], worth: float, cost: StepCost, *, is_own: bool
-) -> list[int]:
+def _lengths_at(chances_of: Sequence[Sequence[float]], worth: float, cost: StepCost) -> list[int]:
     """Lengths that gain the most over no drafts, a second being worth so many tokens."""
-    per_draft = worth * (cost.draft + (cost.drafted if is_own else 0.0))
+    per_draft = worth * (cost.draft + cost.drafted)
     replay = worth * cost.replay
-    depth_cost = worth * cost.depth if is_own else 0.0
+    depth_cost = worth * cost.depth
     deepest = max((len(some) for some in chances_of), default=0)
     # Entry d: what drafts bring if nobody makes more than d.
     gains = [0.0] * (deepest + 1)
@@ -114,7 +109,7 @@ def _lengths_at(
             lengths.append(best_length)
             gains[depth] += best_value
         bests.append(lengths)
-    start = worth * cost.start if is_own else 0.0
+    start = worth * cost.start
     depth, most = 0, 0.0
     for tried in range(1, deepest + 1):
         gain = gains[tried] - start - depth_cost * tried
@@ -124,20 +119,15 @@ def _lengths_at(
 
 
 def _rate(
-    chances_of: Sequence[Sequence[float]],
-    lengths: Sequence[int],
-    num_requests: int,
-    cost: StepCost,
-    *,
-    is_own: bool,
+    chances_of: Sequence[Sequence[float]], lengths: Sequence[int], num_requests: int, cost: StepCost
 ) -> float:
     """Tokens per second of a step."""
-    tokens, replays = float(num_requests), 0.0
+    tokens, replays = float(num_requests - len(lengths)), 0.0
     for some, length in zip(chances_of, lengths, strict=True):
-        tokens += sum(some[:length])
+        tokens += expected_tokens(some[:length])
         replays += 1.0 - some[length - 1] if length else 0.0
     total = sum(lengths)
-    shape = StepShape(num_requests, total, 0, total if is_own else 0, max(lengths, default=0))
+    shape = StepShape(num_requests, total, 0, total, max(lengths, default=0))
     return tokens / (cost.seconds(shape) + cost.replay * replays)
 
 
@@ -191,7 +181,6 @@ class DraftLengths(FixedLength):
 
     def __init__(self, *, is_own: bool = False) -> None:
         self.meter = CostMeter(is_own=is_own)
-        self._is_own = is_own
         self._usual = FIRST_ACCEPTANCE
         self._num_tested = 0
         self._num_accepted = 0
@@ -213,7 +202,6 @@ class DraftLengths(FixedLength):
             ],
             num_decoding,
             self.meter.cost(),
-            is_own=self._is_own,
         )
         is_probing = not any(lengths) and self._steps_since_drafts >= MIN_PROBE_STEPS
         for (record, room), length in zip(records, lengths, strict=True):

@@ -243,7 +243,8 @@ class CostMeter:
             self._drafts.observe((1, shape.depth, shape.num_own_drafts), draft_seconds)
 
     def cost(self) -> StepCost:
-        """As far as it is known; before anything was measured, in rows instead of seconds."""
+        """As far as it is known; before anything was measured, in rows instead of seconds. Where the worker
+        does not draft, drafting costs nothing of its own."""
         if self._cost is None:
             self._cost = self._learned()
         return self._cost
