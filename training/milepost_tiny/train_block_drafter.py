@@ -9,18 +9,10 @@ config.json and model.safetensors. `--export-only` does just that with RUN/block
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import dialogues
-import torch
 from block_drafter import BlockConfig, BlockDrafter, distillation
-from export import load_exported, write_json
-from model import set_bf16_matmuls
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from train import Options
-from train_drafter import OPTIONS, DrafterTrainer, Stage, run
+from train_drafter import DrafterTrainer, Stage, command, write_drafter
 
 PLAN = (
     Stage(16, 128, 700_000, (0.15, 0.40, 0.40, 0.05)),
@@ -56,48 +48,6 @@ class BlockTrainer(DrafterTrainer):
         made = distillation(self.module, self.target, ids, weights, num_anchors, PLACE_DECAY)
         return made.guesses + CONFIDENCE_WEIGHT * made.confidence, made.agreed
 
-    def end_step(self) -> None:
-        """No experts, nothing to balance."""
-
-
-def write_checkpoint(tensors: dict[str, Tensor], config: BlockConfig, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", config.hub_config())
-    path = folder / "model.safetensors"
-    stored = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
-    save_file(stored, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors creates private files
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--run-dir", type=Path, required=True, help="tokenizer.json and train_ids.npy of train.py"
-    )
-    parser.add_argument("--target", type=Path, required=True, help="exported checkpoint")
-    parser.add_argument("--out", type=Path, help="folder of the drafter's checkpoint")
-    parser.add_argument("--seed", type=int, default=OPTIONS.seed)
-    parser.add_argument("--log-every", type=int, default=20, help="steps between log lines")
-    parser.add_argument(
-        "--export-only", action="store_true", help="no training: write what was trained to --out"
-    )
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    path = arguments.run_dir / "block_drafter.pt"
-    options = Options(**{**OPTIONS.__dict__, "seed": arguments.seed})
-    trainer = BlockTrainer(load_exported(arguments.target), arguments.run_dir, PLAN, options)
-    if not arguments.export_only:
-        set_bf16_matmuls(True)
-        parameters = sum(parameter.numel() for parameter in trainer.module.parameters())
-        print(f"{parameters:,} parameters")
-        run(trainer, arguments.log_every, path)
-    if arguments.out is not None:
-        config = trainer.module.config
-        write_checkpoint(torch.load(path, weights_only=True), config, arguments.out)
-        print(f"wrote {arguments.out}")
-
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, BlockTrainer, PLAN, "block_drafter.pt", write_drafter)

@@ -14,14 +14,16 @@ import argparse
 import json
 import random
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from drafter import MtpModule, distillation
 from export import DRAFTER_FILE, FP32_SUFFIXES, load_exported, write_json
-from model import TinyModel, set_bf16_matmuls
+from model import SparseMoe, TinyModel, set_bf16_matmuls
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
@@ -51,7 +53,13 @@ OPTIONS = Options(seed=0, adamw_lr=3e-3, muon_lr=0.02, warmup_steps=20, decay_sh
 
 
 class DrafterTrainer:
-    """Holds target, module, optimisers and position. What is trained, and how, is in three methods."""
+    """Holds target, module, optimisers and position. What is trained, and how, is in four methods.
+
+    Attributes:
+        step_weights: of the first guess and of those made from it.
+    """
+
+    step_weights = STEP_WEIGHTS
 
     def __init__(self, target: TinyModel, run_dir: Path, plan: tuple[Stage, ...], options: Options) -> None:
         tokenizer = Tokenizer.from_file(str(run_dir / "tokenizer.json"))
@@ -72,15 +80,22 @@ class DrafterTrainer:
 
     def losses(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, list[float]]:
         """The weighted loss, and per guess the share of rows in which module and target agree."""
-        steps = distillation(self.module, self.target, ids, weights, len(STEP_WEIGHTS))
+        steps = self.guesses(ids, weights)
         loss = sum(
-            (weight * step.loss for weight, step in zip(STEP_WEIGHTS, steps, strict=True)), torch.zeros(())
+            (weight * step.loss for weight, step in zip(self.step_weights, steps, strict=True)),
+            torch.zeros(()),
         )
         return loss, [step.agreed for step in steps]
 
+    def guesses(self, ids: Tensor, weights: Tensor) -> list[Any]:
+        """Loss and agreement of each guess."""
+        return distillation(self.module, self.target, ids, weights, len(self.step_weights))
+
     def end_step(self) -> None:
-        """After the weights have moved."""
-        self.module.block_sparse_moe.rebalance(self.options.balance_rate)
+        """After the weights have moved: experts are balanced, where there are any."""
+        for part in self.module.modules():
+            if isinstance(part, SparseMoe):
+                part.rebalance(self.options.balance_rate)
 
     def stage(self) -> Stage | None:
         """The stage at the present number of tokens, None at the end."""
@@ -178,15 +193,27 @@ def add_to_checkpoint(module_tensors: dict[str, Tensor], folder: Path) -> None:
     write_json(config_path, config | {"num_nextn_predict_layers": 1})
 
 
-def main() -> None:
+def command(
+    description: str | None,
+    trainer: type[DrafterTrainer],
+    plan: tuple[Stage, ...],
+    file_name: str,
+    export: Callable[[DrafterTrainer, dict[str, Tensor], Path], None],
+) -> None:
+    """The command line of a drafter's training.
+
+    Args:
+        file_name: of the trained weights, in the run's folder.
+        export: puts them into the folder of `--out`.
+    """
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--run-dir", type=Path, required=True, help="tokenizer.json and train_ids.npy of train.py"
     )
     parser.add_argument("--target", type=Path, required=True, help="exported checkpoint")
-    parser.add_argument("--out", type=Path, help="exported checkpoint that gets the module, often --target")
+    parser.add_argument("--out", type=Path, help="folder of the checkpoint that gets the drafter")
     parser.add_argument("--plan", type=Path, help="JSON list of stages instead of the built-in plan")
     parser.add_argument("--seed", type=int, default=OPTIONS.seed)
     parser.add_argument("--log-every", type=int, default=20, help="steps between log lines")
@@ -195,21 +222,40 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    path = arguments.run_dir / "drafter.pt"
+    path = arguments.run_dir / file_name
+    if arguments.plan is not None:
+        stages = json.loads(arguments.plan.read_text())
+        plan = tuple(Stage(**{**stage, "mix": tuple(stage["mix"])}) for stage in stages)
+    options = replace(OPTIONS, seed=arguments.seed)
+    trained = trainer(load_exported(arguments.target), arguments.run_dir, plan, options)
     if not arguments.export_only:
-        plan = PLAN
-        if arguments.plan is not None:
-            stages = json.loads(arguments.plan.read_text())
-            plan = tuple(Stage(**{**stage, "mix": tuple(stage["mix"])}) for stage in stages)
-        options = Options(**{**OPTIONS.__dict__, "seed": arguments.seed})
-        trainer = DrafterTrainer(load_exported(arguments.target), arguments.run_dir, plan, options)
         set_bf16_matmuls(True)
-        parameters = sum(parameter.numel() for parameter in trainer.module.parameters())
+        parameters = sum(parameter.numel() for parameter in trained.module.parameters())
         print(f"{parameters:,} parameters")
-        run(trainer, arguments.log_every, path)
+        run(trained, arguments.log_every, path)
     if arguments.out is not None:
-        add_to_checkpoint(torch.load(path, weights_only=True), arguments.out)
-        print(f"wrote {arguments.out / DRAFTER_FILE}")
+        export(trained, torch.load(path, weights_only=True), arguments.out)
+        print(f"wrote {arguments.out}")
+
+
+def write_drafter(trained: DrafterTrainer, tensors: dict[str, Tensor], folder: Path) -> None:
+    """A checkpoint of its own: config.json and model.safetensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", trained.module.config.hub_config())
+    path = folder / "model.safetensors"
+    stored = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
+    save_file(stored, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors creates private files
+
+
+def main() -> None:
+    command(
+        __doc__,
+        DrafterTrainer,
+        PLAN,
+        "drafter.pt",
+        lambda _, tensors, folder: add_to_checkpoint(tensors, folder),
+    )
 
 
 if __name__ == "__main__":
