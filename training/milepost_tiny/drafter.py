@@ -19,6 +19,19 @@ from model import LatentAttention, RMSNorm, SparseMoe, TinyConfig, TinyModel, li
 from torch import Tensor, nn
 
 
+def attend_known_and_own(q: Tensor, k: Tensor, v: Tensor, own: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Query i, scaled already, over known entries [0, i] and entry i of each of `own`; [B, H, N, width]."""
+    count = q.shape[2]
+    hidden = torch.ones(count, count, dtype=torch.bool).triu(1)
+    scores = (q @ k.transpose(-1, -2)).masked_fill(hidden, float("-inf"))
+    single = [(q * own_k).sum(-1, keepdim=True) for own_k, _ in own]
+    shares = torch.cat([scores, *single], -1).softmax(-1)
+    out = shares[..., :count] @ v
+    for column, (_, own_v) in enumerate(own):
+        out = out + shares[..., count + column : count + column + 1] * own_v
+    return out
+
+
 class DraftAttention(LatentAttention):
     """Latent attention whose queries may stand behind the entries of step 1."""
 
@@ -42,14 +55,7 @@ class DraftAttention(LatentAttention):
             v = F.pad(v, (0, k.shape[-1] - v.shape[-1]))  # equal widths select the fused kernel
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)[..., : self.v_dim]
         else:
-            q = q * q.shape[-1] ** -0.5
-            hidden = torch.ones(count, count, dtype=torch.bool).triu(1)
-            scores = (q @ k.transpose(-1, -2)).masked_fill(hidden, float("-inf"))
-            single = [(q * own_k).sum(-1, keepdim=True) for own_k, _ in own]
-            shares = torch.cat([scores, *single], -1).softmax(-1)
-            out = shares[..., :count] @ v
-            for column, (_, own_v) in enumerate(own):
-                out = out + shares[..., count + column : count + column + 1] * own_v
+            out = attend_known_and_own(q * q.shape[-1] ** -0.5, k, v, own)
         return linear(out.transpose(1, 2).flatten(2), self.o_proj.weight)
 
 

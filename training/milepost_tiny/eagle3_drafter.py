@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from block_drafter import BlockMlp, target_taps
-from drafter import StepLoss, chained_losses
+from drafter import StepLoss, attend_known_and_own, chained_losses
 from model import RMSNorm, TinyModel, linear, projection
 from torch import Tensor, nn
 
@@ -82,13 +82,7 @@ class Eagle3Attention(nn.Module):
         """Query i sees known entries [0, i] and entry i of each of `own`: guesses, and itself."""
         count = q.shape[2]
         k, v = (part[:, :, :count] for part in known)
-        hidden = torch.ones(count, count, dtype=torch.bool).triu(1)
-        scores = (q @ k.transpose(-1, -2)).masked_fill(hidden, float("-inf"))
-        single = [(q * own_k).sum(-1, keepdim=True) for own_k, _ in own]
-        shares = torch.cat([scores, *single], -1).softmax(-1)
-        out = shares[..., :count] @ v
-        for column, (_, own_v) in enumerate(own):
-            out = out + shares[..., count + column : count + column + 1] * own_v
+        out = attend_known_and_own(q, k, v, own)
         return linear(out.transpose(1, 2).flatten(2), self.o_proj.weight)
 
     def _rotated(self, x: Tensor, first: int) -> Tensor:
