@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from milepost.config import SPECULATIVE_FIELD
 from milepost.errors import ConfigError
 from milepost.models.config_reader import ConfigReader
+from milepost.models.family_config import read_heads
 from milepost.models.layout import (
     KEY_VALUE_FIELD,
     LATENT_FIELD,
@@ -417,13 +418,7 @@ def _read_target_layers(config: ConfigReader, own: ConfigReader, is_speculators:
 
 
 def _read_gqa(layers: ConfigReader) -> BlockGqaSpec:
-    num_heads = layers.integer("num_attention_heads")
-    num_kv_heads = layers.integer("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise ConfigError(
-            layers.field("num_key_value_heads"),
-            f"must divide num_attention_heads, {num_heads}; it is {num_kv_heads}",
-        )
+    num_heads, num_kv_heads = read_heads(layers)
     head_dim = layers.optional_integer("head_dim")
     if head_dim is None:
         head_dim = layers.integer("hidden_size") // num_heads

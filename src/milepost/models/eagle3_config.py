@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from milepost.errors import CheckpointFileError, ConfigError
 from milepost.models.config_reader import ConfigReader, read_json_object
+from milepost.models.family_config import read_heads
 from milepost.models.kimi_k3 import read_situ
 from milepost.models.layout import AttentionGroupLayout, draft_group
 from milepost.models.quantization import Role
@@ -264,13 +265,7 @@ def _flag(config: ConfigReader, own: ConfigReader, key: str, *, default: bool = 
 
 
 def _gqa(layer: ConfigReader, names: frozenset[str]) -> GqaSpec:
-    num_heads = layer.integer("num_attention_heads")
-    num_kv_heads = layer.integer("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise ConfigError(
-            layer.field("num_key_value_heads"),
-            f"must divide num_attention_heads {num_heads}, not {num_kv_heads}",
-        )
+    num_heads, num_kv_heads = read_heads(layer)
     is_qwen = layer.text("model_type", "llama").startswith("qwen3")
     head_dim = layer.integer("head_dim", 128 if is_qwen else layer.integer("hidden_size") // num_heads)
     rope = read_rope(layer, head_dim, is_interleaved=False, scales_scores=False)

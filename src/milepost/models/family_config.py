@@ -164,3 +164,19 @@ def _dtype(config: ConfigReader) -> str:
     if name not in COMPUTE_DTYPES:
         raise ConfigError(config.field(key), f"{name!r} is not supported; use one of {list(COMPUTE_DTYPES)}")
     return name
+
+
+def read_heads(config: ConfigReader) -> tuple[int, int]:
+    """Heads of queries, and of keys and values, of grouped attention.
+
+    Raises:
+        ConfigError: the groups are not of one size.
+    """
+    num_heads = config.integer("num_attention_heads")
+    num_kv_heads = config.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise ConfigError(
+            config.field("num_key_value_heads"),
+            f"must divide num_attention_heads {num_heads}, not {num_kv_heads}",
+        )
+    return num_heads, num_kv_heads

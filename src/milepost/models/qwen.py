@@ -9,6 +9,7 @@ from milepost.errors import ConfigError
 from milepost.models.config_reader import ConfigReader
 from milepost.models.family_config import (
     common_fields,
+    read_heads,
     refuse_quantization,
     refuse_scaled_positions,
     refuse_text_section,
@@ -168,13 +169,7 @@ def _gdn(config: ConfigReader, interleaved: bool) -> GdnSpec:
 
 
 def _gqa(config: ConfigReader) -> GqaSpec:
-    num_heads = config.integer("num_attention_heads")
-    num_kv_heads = config.integer("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise ConfigError(
-            config.field("num_key_value_heads"),
-            f"must divide num_attention_heads {num_heads}, not {num_kv_heads}",
-        )
+    num_heads, num_kv_heads = read_heads(config)
     head_dim = config.integer("head_dim")
     theta, factor, factor_field = _rope(config)
     rotary_dim = int(head_dim * factor)
