@@ -31,8 +31,8 @@ class FairShare:
     the later of the clock and the end of its owner's previous request; the clock is the turn served
     last. Its length is its prompt when it arrives, and what it really cost when it ends: then those of its
     owner that came after it and still wait move by the difference, so that nobody who comes later passes
-    them. Between two owners that always have requests waiting, the tokens served differ by at most their
-    largest requests.
+    them. The bound of that method, the largest requests, needs requests of one priority that are served by
+    turn and charged as they run; those held back for a sibling or a store, and long answers, are not.
     """
 
     __slots__ = ("_clock", "_ends")
