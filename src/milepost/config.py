@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +36,12 @@ def parse_size(text: str, field: str = "cache_bytes") -> int:
     match = _SIZE.fullmatch(text)
     unit = _SIZE_UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
-        raise ConfigError(field, f"{text!r} is not a size; write it like 1GiB, 512MiB or 1073741824")
+        what = "is not a size" if match is None else f"has the unknown unit {match[2]!r}"
+        raise ConfigError(
+            field,
+            f"{text!r} {what}; write it like 1GiB, 512MiB or 1073741824 (B; KiB, MiB, GiB, TiB count in "
+            "1024s, KB, MB, GB, TB in 1000s)",
+        )
     return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
 
 
@@ -175,3 +182,37 @@ def read_secret(path: Path, field: str) -> str:
             "`openssl rand -hex 32`",
         )
     return secret
+
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+"""Where the project's sources are, if this package runs from them."""
+
+
+def install_command(extra: str) -> str:
+    """What installs an extra of this package, as it was installed itself: from a checkout, from an archive or
+    a repository (PEP 610), or by name from an index."""
+    return f"{_short(Path(sys.executable))} -m pip install {_requirement(extra)}"
+
+
+def _requirement(extra: str) -> str:
+    from importlib import metadata
+
+    if (CHECKOUT / "pyproject.toml").is_file():
+        return f"-e '{_short(CHECKOUT)}[{extra}]'"
+    try:
+        text = metadata.distribution("milepost").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        text = None
+    source = json.loads(text) if text else {}
+    if "vcs_info" in source:
+        vcs = source["vcs_info"]
+        return f"'milepost[{extra}] @ {vcs['vcs']}+{source['url']}@{vcs['commit_id']}'"
+    return f"'milepost[{extra}] @ {source['url']}'" if "url" in source else f"'milepost[{extra}]'"
+
+
+def _short(path: Path) -> str:
+    """`path` as seen from the working directory, if it lies there or is it."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except (OSError, ValueError):
+        return str(path)

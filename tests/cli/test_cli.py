@@ -163,6 +163,18 @@ def test_any_match_unit_works_without_a_decode_interval(run: Run, unit: int, int
     ("arguments", "text"),
     [
         (("info", "--cache-bytes", "lots"), "--cache-bytes: 'lots' is not a size"),
+        (
+            ("info", "--cache-bytes", "5XB"),
+            "--cache-bytes: '5XB' has the unknown unit 'XB'; write it like 1GiB",
+        ),
+        (("serve", "--request-timeout", "30s"), "--request-timeout: '30s' is not a number of seconds"),
+        (
+            ("serve", "--max-model-len", "8k"),
+            "--max-model-len: '8k' is not a whole number; write digits alone",
+        ),
+        (("serve", "--audit-hits", "1%"), "--audit-hits: '1%' is not a number; write it without a unit"),
+        (("serve", "--port", "65536"), "--port: must be between 0 and 65535, not 65536"),
+        (("sim", "--scale", "0"), "--scale: must be at least 1, not 0"),
         (("info", "--cache-bytes", "10KiB"), "--cache-bytes: 10,240 bytes cannot hold one request"),
         (("info", "--cache-bytes", "1MiB", "--max-model-len", "30000"), "which needs"),
         (("info", "--max-model-len", "10000000"), "--max-model-len: 10000000 is more than"),
@@ -203,6 +215,7 @@ def test_a_taken_port_is_found_before_anything_is_loaded(run: Run, tiny: list[Se
         port = taken.getsockname()[1]
         status, _, err = run("serve", "--port", str(port))
     assert status == 2 and f"--port: cannot listen on 127.0.0.1:{port}" in err
+    assert f"--port {port + 1}" in err and f"ss -ltnp sport = :{port}" in err
     assert tiny == []
 
 
@@ -212,7 +225,8 @@ def test_a_missing_extra_is_named(run: Run, monkeypatch) -> None:
     for name in [name for name in sys.modules if name.startswith("milepost.engine")]:
         monkeypatch.delitem(sys.modules, name)
     status, _, err = run("complete", "x")
-    assert status == 2 and "pip install 'milepost[cpu]'" in err
+    assert status == 2 and "this command needs tokenizers" in err
+    assert re.search(r"-m pip install -e '.*\[cpu\]'", err), err
 
 
 # ---------------------------------------------------------------- arithmetic

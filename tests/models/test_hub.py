@@ -78,8 +78,22 @@ def test_a_hub_that_cannot_be_reached(
     hub: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     hub.append(OSError("no route to the hub.\nlong story"))
     with pytest.raises(CheckpointFileError, match=r"owner/name .*no route to the hub\. Give a directory"):
+        load_model("owner/name")
+    hub[:] = [OSError("no route to the hub.")]
+    with pytest.raises(CheckpointFileError, match=r"hf download owner/name .*--offline saves the attempt"):
+        load_model("owner/name@1234")
+
+
+def test_a_hub_that_is_not_to_be_asked(
+    hub: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    hub.append(OSError("no copy."))
+    with pytest.raises(CheckpointFileError, match="no copy. Give a directory .* leave out --offline"):
         load_model("owner/name")
 
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from milepost.cli.numbers import whole
 from milepost.cli.sizes import format_size, parse_size
 from milepost.engine.manifests import NAME_REASONS
 from milepost.errors import ConfigError
@@ -48,7 +49,12 @@ def list_segments(
     fingerprint: Annotated[
         str, typer.Option("--fingerprint", help="Only of the model whose fingerprint begins so.")
     ] = "",
-    limit: Annotated[int, typer.Option("--limit", min=0, help="Rows; 0 = all.")] = 50,
+    limit: Annotated[
+        int,
+        typer.Option(
+            "--limit", metavar="N", parser=whole("limit", example=50, least=0), help="Rows; 0 = all."
+        ),
+    ] = 50,
     as_json: AsJson = False,
 ) -> None:
     """List stored segments, the last used first."""

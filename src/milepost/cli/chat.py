@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from milepost.cli.loading import load, started
-from milepost.cli.options import check_answer_options
+from milepost.cli.values import check_answer_options
 from milepost.errors import MilepostError
 
 if TYPE_CHECKING:

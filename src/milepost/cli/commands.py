@@ -11,7 +11,11 @@ from rich.console import Console
 
 from milepost import __version__
 from milepost.cli import options as opt
+from milepost.cli import values
 from milepost.cli.cache import app as cache_app
+from milepost.cli.extras import missing_text
+from milepost.cli.help import Command
+from milepost.cli.numbers import decimal, whole
 from milepost.config import DEFAULT_AUDIT_SHARE, DEFAULT_MATCH_UNIT, EXACT, FP32, SchedulerConfig
 from milepost.errors import ConfigError, MilepostError, RequestError
 
@@ -24,13 +28,6 @@ app = typer.Typer(
 )
 
 app.add_typer(cache_app)
-
-EXTRAS = {
-    "torch": "cpu", "safetensors": "cpu", "numpy": "cpu", "tokenizers": "cpu",
-    "fastapi": "server", "uvicorn": "server", "jinja2": "server", "prometheus_client": "server",
-    "yaml": "server", "opentelemetry": "otel",
-}  # fmt: skip
-"""Package -> the extra of `pip install milepost[...]` that brings it."""
 
 _DEFAULT_SCHEDULER = SchedulerConfig()
 
@@ -48,10 +45,10 @@ def run() -> None:
     except MilepostError as error:
         _fail(str(error))
     except ModuleNotFoundError as error:
-        extra = EXTRAS.get((error.name or "").partition(".")[0])
-        if extra is None:
+        text = missing_text(error.name or "")
+        if text is None:
             raise
-        _fail(f"this command needs {error.name}; install it with: pip install 'milepost[{extra}]'")
+        _fail(text)
 
 
 def _fail(message: str) -> None:
@@ -75,18 +72,19 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+        bool,
+        typer.Option("--version", metavar="", help="Print the version.", callback=_version, is_eager=True),
     ] = False,
 ) -> None:
     """Serve hybrid language models; a prompt prefix is never computed twice."""
 
 
-@app.command()
+@app.command(cls=Command)
 def serve(
     model: opt.Model = None,
     offline: opt.Offline = False,
-    host: Annotated[str, typer.Option("--host", help="Address to bind.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 = any free one.")] = 8000,
+    host: opt.Host = "127.0.0.1",
+    port: opt.Port = 8000,
     served_model_name: opt.ServedModelName = None,
     max_model_len: opt.MaxModelLen = None,
     dtype: opt.Dtype = "auto",
@@ -133,12 +131,12 @@ def serve(
     """Serve a model over the OpenAI API."""
     from milepost.cli.serve import serve_model
 
-    stores = opt.store_options(
+    stores = values.store_options(
         kv_store=kv_store, persist=persist, persist_bytes=persist_bytes, load_policy=kv_load_policy,
         verify_weights=verify_weights, kv_events_config=kv_events_config, role=role, serve_kv=serve_kv,
         peer_token_file=peer_token_file,
     )  # fmt: skip
-    options = opt.serving_options(
+    options = values.serving_options(
         model=model,
         cache_bytes=cache_bytes,
         prefix_match_unit=prefix_match_unit,
@@ -165,7 +163,7 @@ def serve(
         speculative_config=speculative_config,
         stores=stores,
     )
-    server_options = opt.server_options(
+    server_options = values.server_options(
         request_timeout=request_timeout,
         max_body_bytes=max_body_bytes,
         drain_seconds=drain_seconds,
@@ -179,13 +177,13 @@ def serve(
     serve_model(model, options, server_options, host, port, log_format)
 
 
-@app.command()
+@app.command(cls=Command)
 def chat(
     model: opt.Model = None,
     offline: opt.Offline = False,
-    system: Annotated[str | None, typer.Option("--system", help="System prompt.")] = None,
-    temperature: Annotated[float, typer.Option("--temperature", help="0 = greedy.")] = 0.7,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of an answer.")] = 256,
+    system: Annotated[str | None, typer.Option("--system", help="System prompt.", metavar="TEXT")] = None,
+    temperature: opt.Temperature = 0.7,
+    max_tokens: opt.MaxTokens = 256,
     max_model_len: opt.MaxModelLen = None,
     dtype: opt.Dtype = "auto",
     quantization: opt.Quantization = "none",
@@ -199,7 +197,7 @@ def chat(
     """Chat in the terminal; every turn shows what was reused and what was computed."""
     from milepost.cli.chat import chat_with_model
 
-    options = opt.serving_options(
+    options = values.serving_options(
         model=model,
         cache_bytes=cache_bytes,
         prefix_match_unit=prefix_match_unit,
@@ -214,16 +212,19 @@ def chat(
     chat_with_model(model, options, system=system, temperature=temperature, max_tokens=max_tokens)
 
 
-@app.command()
+@app.command(cls=Command)
 def complete(
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
     model: Annotated[
-        str | None, typer.Option("--model", help="Model directory. Default: the embedded one.")
+        str | None,
+        typer.Option("--model", help="Model directory. Default: the embedded one.", metavar="MODEL"),
     ] = None,
     offline: opt.Offline = False,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of the answer.")] = 64,
-    temperature: Annotated[float, typer.Option("--temperature", help="0 = greedy.")] = 0.0,
-    stop: Annotated[list[str] | None, typer.Option("--stop", help="Stop string; may be repeated.")] = None,
+    max_tokens: opt.MaxTokens = 64,
+    temperature: opt.Temperature = 0.0,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", help="Stop string; may be repeated.", metavar="TEXT")
+    ] = None,
     max_model_len: opt.MaxModelLen = None,
     dtype: opt.Dtype = "auto",
     quantization: opt.Quantization = "none",
@@ -234,7 +235,7 @@ def complete(
     """Continue a text and print the continuation."""
     from milepost.cli.complete import complete_text
 
-    options = opt.serving_options(
+    options = values.serving_options(
         model=model,
         cache_bytes=cache_bytes,
         max_model_len=max_model_len,
@@ -249,7 +250,7 @@ def complete(
     )  # fmt: skip
 
 
-@app.command()
+@app.command(cls=Command)
 def info(
     model: opt.Model = None,
     offline: opt.Offline = False,
@@ -263,13 +264,13 @@ def info(
     speculative_config: opt.Speculation = None,
     check_weights: Annotated[
         bool,
-        typer.Option("--check-weights", help="Check the weight files against the config, too."),
+        typer.Option("--check-weights", help="Check the weight files against the config, too.", metavar=""),
     ] = False,
 ) -> None:
     """Show a model's layers, cache sizes and what fits a budget; reads no weights."""
     from milepost.cli.info import show_info
 
-    options = opt.serving_options(
+    options = values.serving_options(
         model=model,
         cache_bytes=cache_bytes,
         prefix_match_unit=prefix_match_unit,
@@ -283,59 +284,119 @@ def info(
     show_info(model, options, check_weights=check_weights)
 
 
-@app.command()
+@app.command(cls=Command)
 def sim(
     trace: Annotated[
         Path | None,
         typer.Option(
-            "--trace", help="Mooncake-style JSONL to replay, plain, .gz or .xz. Default: a workload."
+            "--trace",
+            metavar="FILE",
+            help="Mooncake-style JSONL to replay, plain, .gz or .xz. Default: a workload.",
         ),
     ] = None,
     workload: Annotated[
         str,
-        typer.Option("--workload", help="Generated: multiturn, fork, completions, agents or growing."),
+        typer.Option(
+            "--workload", metavar="NAME", help="Generated: multiturn, fork, completions, agents or growing."
+        ),
     ] = "multiturn",
-    scale: Annotated[int, typer.Option("--scale", min=1, help="Multiplies a workload's conversations.")] = 1,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of a workload or of the first swarm run.")] = 0,
+    scale: Annotated[
+        int,
+        typer.Option(
+            "--scale",
+            metavar="N",
+            parser=whole("scale", example=2, least=1),
+            help="Multiplies a workload's conversations.",
+        ),
+    ] = 1,
+    seed: Annotated[
+        int,
+        typer.Option(
+            "--seed",
+            metavar="N",
+            parser=whole("seed", example=7),
+            help="Seed of a workload or of the first swarm run.",
+        ),
+    ] = 0,
     geometry: Annotated[
-        str, typer.Option("--geometry", help="Model sizes: kimi-k3 or kimi-linear-48b.")
+        str, typer.Option("--geometry", metavar="NAME", help="Model sizes: kimi-k3 or kimi-linear-48b.")
     ] = "kimi-linear-48b",
     budgets: Annotated[
-        str, typer.Option("--budgets", help="Cache sizes to try, separated by commas.")
+        str, typer.Option("--budgets", metavar="SIZES", help="Cache sizes to try, separated by commas.")
     ] = "8GiB,64GiB,512GiB",
     policies: Annotated[
         str,
         typer.Option(
             "--policies",
+            metavar="NAMES",
             help="Any of milepost, milepost-lru, lru, optimal, clairvoyant, align; with commas.",
         ),
     ] = "milepost,lru,optimal",
     prefix_match_unit: Annotated[
         int | None,
-        typer.Option("--prefix-match-unit", min=1, help="Tokens. Default: 512 for a trace, else 32."),
+        typer.Option(
+            "--prefix-match-unit",
+            metavar="N",
+            parser=whole("prefix_match_unit", example=32, least=1),
+            help="Tokens. Default: 512 for a trace, else 32.",
+        ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option("--limit", min=1, help="Only the first so many requests.")
+        int | None,
+        typer.Option(
+            "--limit",
+            metavar="N",
+            parser=whole("limit", example=100, least=1),
+            help="Only the first so many requests.",
+        ),
     ] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option("--max-tokens", min=1, help="Cut answers. Default: 1 for a trace, else as recorded."),
+        typer.Option(
+            "--max-tokens",
+            metavar="N",
+            parser=whole("max_tokens", example=64, least=1),
+            help="Cut answers. Default: 1 for a trace, else as recorded.",
+        ),
     ] = None,
     max_num_batched_tokens: Annotated[
-        int, typer.Option("--max-num-batched-tokens", min=1, help="Tokens computed per step.")
+        int,
+        typer.Option(
+            "--max-num-batched-tokens",
+            metavar="N",
+            parser=whole("max_num_batched_tokens", example=8192, least=1),
+            help="Tokens computed per step.",
+        ),
     ] = 8192,
     tokens_per_second: Annotated[
         float | None,
-        typer.Option("--tokens-per-second", min=0.001, help="Let steps take time; shows queues and TTFT."),
+        typer.Option(
+            "--tokens-per-second",
+            metavar="X",
+            parser=decimal("tokens_per_second", example=5000, least=0.001),
+            help="Let steps take time; shows queues and TTFT.",
+        ),
     ] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the results as JSON.")] = None,
-    plot_path: Annotated[Path | None, typer.Option("--plot", help="Write a chart as SVG.")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the results as JSON.")
+    ] = None,
+    plot_path: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Write a chart as SVG.")
+    ] = None,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Milepost beside align on all workloads, request by request.")
+        bool,
+        typer.Option(
+            "--compare", metavar="", help="Milepost beside align on all workloads, request by request."
+        ),
     ] = False,
     swarm: Annotated[
         int | None,
-        typer.Option("--swarm", min=1, help="Do so many random actions in checked worlds instead."),
+        typer.Option(
+            "--swarm",
+            metavar="N",
+            parser=whole("swarm", example=1000, least=1),
+            help="Do so many random actions in checked worlds instead.",
+        ),
     ] = None,
 ) -> None:
     """Replay a trace or a workload through the real core, with policies side by side; loads no model."""

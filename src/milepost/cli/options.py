@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from milepost.cli.config_file import read_config
-from milepost.cli.sizes import parse_size
-from milepost.config import DEFAULT_DECODE_INTERVAL, DEFAULT_MATCH_UNIT
-from milepost.errors import RequestError
+from milepost.cli.numbers import decimal, whole
+from milepost.config import DEFAULT_DECODE_INTERVAL
+
+MODEL = "Model"
+CACHE = "Cache"
+CHECKPOINTS = "Checkpoints"
+EXACT_REUSE = "Exactness"
+BATCHES = "Batches and speculation"
+LIMITS = "Network and limits"
+KEYS = "API keys"
+STORES = "Stores beyond the cache"
+PEERS = "Several replicas"
+LOGS = "Configuration and logs"
+"""Panels of `--help`. Each is a table of its own: twice its longest name, its longest metavar and 8
+characters must fit into 76, or names are cut at 80 columns."""
 
 
 def _stay_offline(wanted: bool) -> bool:
@@ -26,21 +36,37 @@ def _stay_offline(wanted: bool) -> bool:
 Model = Annotated[
     Path | None,
     typer.Argument(
-        help="Model directory in hub layout, or a hub id like owner/name. Default: the embedded model."
+        help="Model directory in hub layout, or a hub id like owner/name. Default: the embedded model.",
+        metavar="MODEL",
     ),
 ]
 CacheBytes = Annotated[
     str,
-    typer.Option("--cache-bytes", help="One budget for pages and states, like 8GiB, or auto = what is left."),
+    typer.Option(
+        "--cache-bytes",
+        help="One budget for pages and states, like 8GiB, or auto = what is left.",
+        metavar="SIZE",
+        rich_help_panel=CACHE,
+    ),
 ]
 MatchUnit = Annotated[
-    int, typer.Option("--prefix-match-unit", help="Tokens; the finest boundary where a hit may land.")
+    int,
+    typer.Option(
+        "--prefix-match-unit",
+        help="Tokens; the finest boundary where a hit may land.",
+        metavar="N",
+        rich_help_panel=CACHE,
+        parser=whole("prefix_match_unit", example=32),
+    ),
 ]
 RetentionInterval = Annotated[
     int | None,
     typer.Option(
         "--prefix-cache-retention-interval",
         help="Tokens between checkpoints along a prompt, in free memory; 0 = none of them. Default: 64.",
+        metavar="N",
+        rich_help_panel=CHECKPOINTS,
+        parser=whole("prefix_cache_retention_interval", example=64),
     ),
 ]
 DecodeInterval = Annotated[
@@ -49,38 +75,80 @@ DecodeInterval = Annotated[
         "--decode-interval",
         help="Tokens between checkpoints kept along an answer; 0 = none. "
         f"Default: {DEFAULT_DECODE_INTERVAL}, rounded up to the match unit.",
+        metavar="N",
+        rich_help_panel=CHECKPOINTS,
+        parser=whole("decode_interval", example=256),
     ),
 ]
 MaxStatesPerPath = Annotated[
     int | None,
-    typer.Option("--max-states-per-path", help="Checkpoints kept along one path. Default: no bound."),
+    typer.Option(
+        "--max-states-per-path",
+        help="Checkpoints kept along one path. Default: no bound.",
+        metavar="N",
+        rich_help_panel=CHECKPOINTS,
+        parser=whole("max_states_per_path", example=8),
+    ),
 ]
 PrefixCaching = Annotated[
     bool,
     typer.Option(
-        "--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse prefixes of earlier requests."
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        help="Reuse prefixes of earlier requests.",
+        metavar="",
+        rich_help_panel=CACHE,
+        show_default=False,
     ),
 ]
 ServedModelName = Annotated[
     str | None,
-    typer.Option("--served-model-name", help="Name in the API. Default: the directory's, or the hub id."),
+    typer.Option(
+        "--served-model-name",
+        help="Name in the API. Default: the directory's, or the hub id.",
+        metavar="NAME",
+        rich_help_panel=MODEL,
+    ),
 ]
 MaxModelLen = Annotated[
     int | None,
     typer.Option(
-        "--max-model-len", help="Prompt and output tokens of a request. Default: what model and budget allow."
+        "--max-model-len",
+        help="Prompt and output tokens of a request. Default: what model and budget allow.",
+        metavar="N",
+        rich_help_panel=MODEL,
+        parser=whole("max_model_len", example=8192),
     ),
 ]
 MaxBatchedTokens = Annotated[
-    int, typer.Option("--max-num-batched-tokens", help="Tokens computed per step, over all requests.")
+    int,
+    typer.Option(
+        "--max-num-batched-tokens",
+        help="Tokens computed per step, over all requests.",
+        metavar="N",
+        rich_help_panel=BATCHES,
+        parser=whole("max_num_batched_tokens", example=512),
+    ),
 ]
-MaxSeqs = Annotated[int, typer.Option("--max-num-seqs", help="Requests that run at the same time.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32 or bfloat16.")]
+MaxSeqs = Annotated[
+    int,
+    typer.Option(
+        "--max-num-seqs",
+        help="Requests that run at the same time.",
+        metavar="N",
+        rich_help_panel=BATCHES,
+        parser=whole("max_num_seqs", example=64),
+    ),
+]
+Dtype = Annotated[
+    str, typer.Option("--dtype", help="auto, float32 or bfloat16.", metavar="DTYPE", rich_help_panel=MODEL)
+]
 Quantization = Annotated[
     str,
     typer.Option(
         "--quantization",
         help="Round weights to integers while they are loaded: int8, int4 or none.",
+        metavar="KIND",
+        rich_help_panel=MODEL,
     ),
 ]
 StateDtype = Annotated[
@@ -89,6 +157,8 @@ StateDtype = Annotated[
         "--state-dtype",
         help="Dtype in which the matrices of recurrent states are kept: fp32, or bf16, which takes half the "
         "bytes and makes a hit numeric. Running states are fp32.",
+        metavar="DTYPE",
+        rich_help_panel=MODEL,
     ),
 ]
 Exactness = Annotated[
@@ -97,6 +167,8 @@ Exactness = Annotated[
         "--exactness",
         help="exact = reuse changes no bit of an answer; prompt = none behind a prompt, and long prompts of "
         "models with latent attention are faster; off = nothing is promised.",
+        metavar="MODE",
+        rich_help_panel=EXACT_REUSE,
     ),
 ]
 AuditHits = Annotated[
@@ -104,6 +176,9 @@ AuditHits = Annotated[
     typer.Option(
         "--audit-hits",
         help="Share of hits that are computed again from the first token and compared, like 0.01; 0 = none.",
+        metavar="X",
+        rich_help_panel=EXACT_REUSE,
+        parser=decimal("audit_hits", example=0.01),
     ),
 ]
 AuditShare = Annotated[
@@ -112,6 +187,9 @@ AuditShare = Annotated[
         "--audit-share",
         help="Tokens that audits may compute per token of users' requests; they take all when nobody else is "
         "there. 0 = only then.",
+        metavar="X",
+        rich_help_panel=EXACT_REUSE,
+        parser=decimal("audit_share", example=0.05),
     ),
 ]
 ToolCallParser = Annotated[
@@ -119,6 +197,8 @@ ToolCallParser = Annotated[
     typer.Option(
         "--tool-call-parser",
         help="Format of tool calls: auto (by the template), hermes, qwen3_coder, kimi_k2, kimi_k3 or none.",
+        metavar="NAME",
+        rich_help_panel=MODEL,
     ),
 ]
 ReasoningParser = Annotated[
@@ -126,31 +206,69 @@ ReasoningParser = Annotated[
     typer.Option(
         "--reasoning-parser",
         help="Format of reasoning: auto (by the template), qwen3, deepseek_r1, kimi_k3 or none.",
+        metavar="NAME",
+        rich_help_panel=MODEL,
     ),
 ]
 ServerSeed = Annotated[
-    int | None, typer.Option("--seed", help="Seed for requests that bring none. Default: a random one each.")
+    int | None,
+    typer.Option(
+        "--seed",
+        help="Seed for requests that bring none. Default: a random one each.",
+        metavar="N",
+        rich_help_panel=MODEL,
+        parser=whole("seed", example=7),
+    ),
 ]
 
+Host = Annotated[str, typer.Option("--host", help="Address to bind.", metavar="HOST", rich_help_panel=LIMITS)]
+Port = Annotated[
+    int,
+    typer.Option(
+        "--port",
+        help="Port; 0 = any free one.",
+        metavar="N",
+        rich_help_panel=LIMITS,
+        parser=whole("port", example=8000, least=0, most=65535),
+    ),
+]
 MaxQueuedRequests = Annotated[
     int,
     typer.Option(
         "--max-queued-requests",
         help="Requests that may wait; further ones get 429 with Retry-After. -1 = no limit.",
+        metavar="N",
+        rich_help_panel=LIMITS,
+        parser=whole("max_queued_requests", example=1024),
     ),
 ]
 RequestTimeout = Annotated[
     float | None,
-    typer.Option("--request-timeout", help="Seconds from arrival to the last token. Default: no limit."),
+    typer.Option(
+        "--request-timeout",
+        help="Seconds from arrival to the last token. Default: no limit.",
+        metavar="SECONDS",
+        rich_help_panel=LIMITS,
+        parser=decimal("request_timeout", unit="seconds", example=30),
+    ),
 ]
 MaxBodyBytes = Annotated[
-    str, typer.Option("--max-body-bytes", help="Largest request body, like 32MiB; a larger one gets 413.")
+    str,
+    typer.Option(
+        "--max-body-bytes",
+        help="Largest request body, like 32MiB; a larger one gets 413.",
+        metavar="SIZE",
+        rich_help_panel=LIMITS,
+    ),
 ]
 DrainSeconds = Annotated[
     float,
     typer.Option(
         "--drain-seconds",
         help="How long open requests may go on after SIGTERM. A second signal ends at once.",
+        metavar="SECONDS",
+        rich_help_panel=LIMITS,
+        parser=decimal("drain_seconds", unit="seconds", example=20),
     ),
 ]
 ApiKey = Annotated[
@@ -159,21 +277,35 @@ ApiKey = Annotated[
         "--api-key",
         help="Key that clients must send; may be repeated. Every user of the machine can see it: better use "
         "--api-key-file. Each key has a cache of its own.",
+        metavar="KEY",
+        rich_help_panel=KEYS,
     ),
 ]
 ApiKeyFile = Annotated[
     Path | None,
-    typer.Option("--api-key-file", help="File with one key per line, readable by its owner only (0600)."),
+    typer.Option(
+        "--api-key-file",
+        help="File with one key per line, readable by its owner only (0600).",
+        metavar="FILE",
+        rich_help_panel=KEYS,
+    ),
 ]
 AdminApiKey = Annotated[
     list[str] | None,
-    typer.Option("--admin-api-key", help="Key that may also use routes that concern all; may be repeated."),
+    typer.Option(
+        "--admin-api-key",
+        help="Key that may also use routes that concern all; may be repeated.",
+        metavar="KEY",
+        rich_help_panel=KEYS,
+    ),
 ]
 SharePrefix = Annotated[
     bool,
     typer.Option(
         "--share-prefix-across-keys",
         help="One cache for all keys: what one caller sent before then shows in the numbers of another.",
+        metavar="",
+        rich_help_panel=KEYS,
     ),
 ]
 KvStore = Annotated[
@@ -182,6 +314,8 @@ KvStore = Annotated[
         "--kv-store",
         help="Where segments live beyond the cache, like memory://?bytes=8GiB, file:///dir?bytes=50GiB, "
         "redis://host:6379/0?bytes=8GiB or peer://host:9400; may be repeated, fastest first.",
+        metavar="ADDRESS",
+        rich_help_panel=STORES,
     ),
 ]
 Persist = Annotated[
@@ -189,10 +323,18 @@ Persist = Annotated[
     typer.Option(
         "--persist",
         help="Folder that keeps what was computed over restarts; it holds prompts in derived form.",
+        metavar="DIR",
+        rich_help_panel=STORES,
     ),
 ]
 PersistBytes = Annotated[
-    str, typer.Option("--persist-bytes", help="Most that the folder of --persist may take, like 50GiB.")
+    str,
+    typer.Option(
+        "--persist-bytes",
+        help="Most that the folder of --persist may take, like 50GiB.",
+        metavar="SIZE",
+        rich_help_panel=STORES,
+    ),
 ]
 LoadPolicy = Annotated[
     str | None,
@@ -200,6 +342,8 @@ LoadPolicy = Annotated[
         "--kv-load-policy",
         help="auto = load from a store where that is sooner than computing; always = whenever it can. "
         "Default: auto; always with --role decode.",
+        metavar="POLICY",
+        rich_help_panel=STORES,
     ),
 ]
 Role = Annotated[
@@ -208,6 +352,8 @@ Role = Annotated[
         "--role",
         help="both, or where prompts and answers are computed by different replicas: prefill = prompts only, "
         "decode = loads them.",
+        metavar="ROLE",
+        rich_help_panel=PEERS,
     ),
 ]
 ServeKv = Annotated[
@@ -216,6 +362,8 @@ ServeKv = Annotated[
         "--serve-kv",
         help="HOST:PORT where other replicas get what is cached here, as --kv-store peer://HOST:PORT; with "
         "?bytes=256MiB&transport=auto behind it. Default: nowhere.",
+        metavar="ADDRESS",
+        rich_help_panel=PEERS,
     ),
 ]
 PeerTokenFile = Annotated[
@@ -223,6 +371,8 @@ PeerTokenFile = Annotated[
     typer.Option(
         "--peer-token-file",
         help="File with the secret of replicas that get from each other, readable by its owner only (0600).",
+        metavar="FILE",
+        rich_help_panel=PEERS,
     ),
 ]
 VerifyWeights = Annotated[
@@ -230,6 +380,8 @@ VerifyWeights = Annotated[
     typer.Option(
         "--verify-weights",
         help="Hash every byte of the weights, instead of samples, before segments of a store are trusted.",
+        metavar="",
+        rich_help_panel=STORES,
     ),
 ]
 KvEvents = Annotated[
@@ -237,6 +389,8 @@ KvEvents = Annotated[
     typer.Option(
         "--kv-events-config",
         help='Publish cache events for routers: JSON such as {"endpoint": "tcp://127.0.0.1:5557"}.',
+        metavar="JSON",
+        rich_help_panel=STORES,
     ),
 ]
 Speculation = Annotated[
@@ -246,11 +400,18 @@ Speculation = Annotated[
         help="Guess tokens and verify several at once: JSON such as "
         '{"method": "ngram", "num_speculative_tokens": 4}; method mtp = with draft modules of the model, '
         'eagle3, dflash or dspark = with the drafter in "model", a directory or hub id. Default: off.',
+        metavar="JSON",
+        rich_help_panel=BATCHES,
     ),
 ]
 ChatTemplateFile = Annotated[
     Path | None,
-    typer.Option("--chat-template", help="File with a Jinja chat template. Default: the model's own."),
+    typer.Option(
+        "--chat-template",
+        help="File with a Jinja chat template. Default: the model's own.",
+        metavar="FILE",
+        rich_help_panel=MODEL,
+    ),
 ]
 GenerationConfig = Annotated[
     str,
@@ -258,6 +419,8 @@ GenerationConfig = Annotated[
         "--generation-config",
         help="Where defaults of temperature, top_p and the like come from: auto = the model's "
         "generation_config.json, none, or a path.",
+        metavar="SOURCE",
+        rich_help_panel=MODEL,
     ),
 ]
 Offline = Annotated[
@@ -266,16 +429,26 @@ Offline = Annotated[
         "--offline",
         help="Take a hub id from the local copies only, without a network.",
         callback=_stay_offline,
+        metavar="",
+        rich_help_panel=MODEL,
     ),
 ]
 LogFormat = Annotated[
-    str, typer.Option("--log-format", help="text, or json = one object per line, start-up included.")
+    str,
+    typer.Option(
+        "--log-format",
+        help="text, or json = one object per line, start-up included.",
+        metavar="FORMAT",
+        rich_help_panel=LOGS,
+    ),
 ]
 OtlpTraces = Annotated[
     str | None,
     typer.Option(
         "--otlp-traces-endpoint",
         help="Send a span per request there, like http://localhost:4318/v1/traces (extra otel).",
+        metavar="URL",
+        rich_help_panel=LOGS,
     ),
 ]
 ConfigFile = Annotated[
@@ -285,125 +458,25 @@ ConfigFile = Annotated[
         help="YAML file with option names and values; options given here win.",
         callback=read_config,
         is_eager=True,
+        metavar="FILE",
+        rich_help_panel=LOGS,
+    ),
+]
+Temperature = Annotated[
+    float,
+    typer.Option(
+        "--temperature", help="0 = greedy.", metavar="X", parser=decimal("temperature", example=0.7)
+    ),
+]
+MaxTokens = Annotated[
+    int,
+    typer.Option(
+        "--max-tokens", help="Tokens of an answer.", metavar="N", parser=whole("max_tokens", example=256)
     ),
 ]
 
 DEFAULT_CACHE_SIZE = "1GiB"
-AUTO_CACHE = "auto"
 DEFAULT_BODY_SIZE = "32MiB"
 DEFAULT_MAX_QUEUED_REQUESTS = 1024
 DEFAULT_DRAIN_SECONDS = 20.0
 DEFAULT_PERSIST_SIZE = "50GiB"
-
-
-def serving_options(
-    *,
-    cache_bytes: str = DEFAULT_CACHE_SIZE,
-    prefix_match_unit: int = DEFAULT_MATCH_UNIT,
-    prefix_cache_retention_interval: int | None = None,
-    decode_interval: int | None = None,
-    dtype: str = "auto",
-    quantization: str = "none",
-    model: str | Path | None = None,
-    speculative_config: str | None = None,
-    **others: Any,
-) -> Any:
-    """`engine.serving.ServingOptions` from option values (imported late: it needs the extras).
-
-    Args:
-        model: whose weights share the memory with a budget of `auto`.
-
-    Raises:
-        ConfigError: a value that cannot work, by its name.
-    """
-    from milepost.engine.serving import ServingOptions
-    from milepost.engine.speculative import SpeculativeConfig
-
-    is_auto = cache_bytes.strip().lower() == AUTO_CACHE
-    options = ServingOptions(
-        cache_bytes=1 if is_auto else parse_size(cache_bytes),
-        match_unit=prefix_match_unit,
-        checkpoint_interval=prefix_cache_retention_interval,
-        decode_interval=decode_interval,
-        dtype=None if dtype == "auto" else dtype,
-        quantization=None if quantization == "none" else quantization,
-        speculative=SpeculativeConfig.parse(speculative_config) if speculative_config else None,
-        **others,
-    )
-    return _with_auto_cache(options, model) if is_auto else options
-
-
-def _with_auto_cache(options: Any, model: str | Path | None) -> Any:
-    from milepost.engine.memory import auto_cache_bytes, available_memory
-    from milepost.engine.serving import EMBEDDED_MODEL, planned_memory
-    from milepost.models.description import describe
-    from milepost.models.hub import model_directory
-
-    directory = model_directory(EMBEDDED_MODEL if model is None else model)
-    about = describe(directory, **options.model_options)
-    plan = planned_memory(directory, about, options)
-    return replace(options, cache_bytes=auto_cache_bytes(plan, available_memory()))
-
-
-def store_options(
-    *,
-    kv_store: Sequence[str] | None,
-    persist: Path | None,
-    persist_bytes: str,
-    load_policy: str | None,
-    verify_weights: bool,
-    kv_events_config: str | None,
-    role: str,
-    serve_kv: str | None,
-    peer_token_file: Path | None,
-) -> Any:
-    """`engine.stores.StoreOptions` from option values (imported late: it needs the extras).
-
-    Raises:
-        ConfigError: a value that cannot work, by its name.
-    """
-    from milepost.engine.stores import StoreOptions
-
-    return StoreOptions(
-        tuple(kv_store or ()),
-        persist,
-        parse_size(persist_bytes, "persist_bytes"),
-        load_policy,
-        verify_weights,
-        kv_events_config,
-        role,
-        serve_kv,
-        peer_token_file,
-    )
-
-
-def server_options(
-    *, max_body_bytes: str, api_keys: Sequence[str], api_key_file: Path | None, **others: Any
-) -> Any:
-    """`server.options.ServerOptions` from option values (imported late: it needs the extra `server`).
-
-    Raises:
-        ConfigError: a value that cannot work, by its name.
-    """
-    from milepost.server.access import read_key_file
-    from milepost.server.options import ServerOptions
-
-    keys = [*api_keys, *(read_key_file(api_key_file) if api_key_file is not None else ())]
-    others["admin_api_keys"] = tuple(others.get("admin_api_keys") or ())
-    return ServerOptions(
-        max_body_bytes=parse_size(max_body_bytes, "max_body_bytes"), api_keys=tuple(keys), **others
-    )
-
-
-def check_answer_options(max_tokens: int, temperature: float, stop: Sequence[str] = ()) -> None:
-    """What can be said about them without a model.
-
-    Raises:
-        RequestError: a value that cannot work, by its name.
-    """
-    from milepost.engine.params import SamplingOptions, checked_stop, sampling_params
-
-    if max_tokens < 1:
-        raise RequestError("max_tokens", f"must be at least 1, not {max_tokens}")
-    sampling_params(SamplingOptions(temperature=temperature), seed=0, eos_token_ids=(), vocab_size=1)
-    checked_stop(list(stop))

@@ -8,6 +8,7 @@ from typing import IO, TYPE_CHECKING, cast
 
 from rich.console import Console
 
+from milepost.cli.extras import check_serving_extras
 from milepost.cli.fit import settings_line
 from milepost.cli.loading import load
 
@@ -33,6 +34,7 @@ def serve_model(
     Raises:
         MilepostError: what keeps it from serving, or why it stopped by itself.
     """
+    check_serving_extras(options.stores, server_options)
     from milepost.server.app import Server, bind
     from milepost.server.logs import LineLog, configure_logging
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from milepost.config import install_command
 from milepost.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class ZmqPublisher:
             import zmq
         except ImportError:
             raise ConfigError(
-                "kv_events_config", "needs pyzmq; install it with: pip install 'milepost[events]'"
+                "kv_events_config", f"needs pyzmq; install it with: {install_command('events')}"
             ) from None
         self._zmq = zmq
         self._config = config

@@ -322,7 +322,7 @@ def _llguidance(param: str) -> tuple[Any, Any]:
     except ImportError:
         raise RequestError(
             param,
-            "structured output needs llguidance on the server: pip install 'milepost[guided]'",
+            "structured output needs llguidance, which this server lacks; the extra `guided` brings it",
             code="unsupported_field",
         ) from None
     return llguidance, any_to_lark

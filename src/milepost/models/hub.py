@@ -3,6 +3,7 @@ torch."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -70,6 +71,16 @@ def snapshot_directory(model_id: str) -> Path:
     except Exception as error:  # network, permissions, unknown names: each with an exception of its own
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise CheckpointFileError(
-            f"{model_id} is no local directory, and the hub does not give it: {reason} Give a directory with "
-            "config.json and *.safetensors, downloaded where there is a network"
+            f"{model_id} is no local directory, and the hub does not give it: {reason} {_advice(repository)}"
         ) from None
+
+
+def _advice(repository: str) -> str:
+    """What to do where the hub gives nothing."""
+    copied = "Give a directory with config.json and *.safetensors, downloaded where there is a network"
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return f"{copied}, or leave out --offline (HF_HUB_OFFLINE) to download it here"
+    return (
+        f"{copied} (`hf download {repository} --local-dir DIR`); if this machine never has one, "
+        "--offline saves the attempt"
+    )

@@ -197,7 +197,20 @@ def bind(host: str = DEFAULT_HOST, port: int = DEFAULT_PORT) -> socket.socket:
     except OSError as error:
         is_address = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
         field = "host" if is_address else "port"
-        raise ConfigError(field, f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+        what = f"cannot listen on {host}:{port}: {error.strerror or error}"
+        raise ConfigError(field, what + _bind_hint(error, port)) from None
+
+
+def _bind_hint(error: OSError, port: int) -> str:
+    """What can be done about a port that is not to be had."""
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"; take another one (--port {port + 1 if port < 65535 else 0}), or stop the program that has "
+            f"it, perhaps an earlier milepost (`ss -ltnp sport = :{port}` or `lsof -i :{port}` names it)"
+        )
+    if error.errno == errno.EACCES:
+        return "; ports below 1024 are the system's: take one from --port 1024 on"
+    return ""
 
 
 class EngineDied(MilepostError):
