@@ -170,7 +170,7 @@ def served(
         harness.execute()
         steps.append(chunks)
     harness.run()
-    assert all(update.finish_reason == "length" for update in harness.ended.values())
+    assert all(harness.ended[user].finish_reason == "length" for user in users)
     assert len(harness.ended) == len(harness.requests)
     return steps
 
@@ -182,6 +182,6 @@ def test_users_are_served_as_if_it_were_not_there(share: float) -> None:
         assert served(seed, 400, with_audits=True, share=share) == served(seed, 400, with_audits=False)
 
 
-def test_short_memory_ends_neither_users_nor_audits() -> None:
+def test_short_memory_ends_no_user_and_nothing_waits_for_ever() -> None:
     for seed in range(20):
         served(seed, 12, with_audits=True, share=seed % 3 / 4)

@@ -34,7 +34,9 @@ def test_the_deepest_loss_between_hit_and_limit_counts() -> None:
     lost.forget(keys[3])
     lost.forget(keys[4])
     assert lost.beyond(chain, 0, 5) == Loss(2, "merge", "tail")
-    lost.clear()
+    lost.forget_all_but({keys[1]})
+    assert len(lost) == 1 and lost.beyond(chain, 0, 5) == Loss(2, "merge", "tail")
+    lost.forget_all_but({keys[0]})
     assert len(lost) == 0 and lost.beyond(chain, 0, 5) is None
 
 

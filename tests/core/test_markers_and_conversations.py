@@ -145,13 +145,19 @@ def test_a_side_request_goes_before_the_conversation_it_read() -> None:
 
 def test_only_so_many_names_are_remembered() -> None:
     known = KnownConversations()
-    assert not known.note((b"r", "first"))
+
+    def note(name: str) -> bool:
+        was_known = known.is_known((b"r", name))
+        known.note((b"r", name))
+        return was_known
+
+    assert not note("first")
     for number in range(MAX_CONVERSATIONS - 1):
-        assert not known.note((b"r", str(number)))
-    assert known.note((b"r", "first")), "used again, so it is the newest"
-    assert not known.note((b"r", "one more"))
-    assert not known.note((b"r", "0")), "the oldest one was forgotten"
-    assert known.note((b"r", "first"))
+        assert not note(str(number))
+    assert note("first"), "used again, so it is the newest"
+    assert not note("one more")
+    assert not note("0"), "the oldest one was forgotten"
+    assert note("first")
 
 
 def test_reasons_stay_the_known_ones() -> None:

@@ -72,16 +72,18 @@ def test_guesses_go_first_and_pins_last_whatever_they_are_worth() -> None:
         _record(is_guess=True, **dear),
         _record(**cheap),
         _record(**dear),
+        _record(is_live=True, **cheap),
+        _record(is_live=True, **dear),
         _record(is_pinned=True, **cheap),
         _record(is_pinned=True, **dear),
         # Who pins a guess wants it kept.
-        _record(is_pinned=True, is_guess=True, reuse_index=1000.0),
+        _record(is_pinned=True, is_guess=True, is_live=True, reuse_index=1000.0),
     ]
-    assert [order.index(record) for record in sorted(order, key=eviction_rank)] == list(range(7))
+    assert [order.index(record) for record in sorted(order, key=eviction_rank)] == list(range(9))
     assert eviction_rank(_record()) == eviction_rank(_record(is_guess=False, is_pinned=False))
     # Between classes with one value alike, the class alone decides, and it is the one the name says.
-    alike = [_record(is_guess=True), _record(), _record(is_pinned=True)]
-    assert [eviction_rank(record)[0] for record in alike] == [0, 1, 2]
+    alike = [_record(is_guess=True), _record(), _record(is_live=True), _record(is_pinned=True)]
+    assert [eviction_rank(record)[0] for record in alike] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("reason", reasons.CHECKPOINT_REASONS)

@@ -316,7 +316,7 @@ def test_leaving_while_queued(server: Running, stream: bool) -> None:
             httpx.stream("POST", server.url + COMPLETIONS, json=waiting, timeout=limit) as response,
         ):
             assert stream and next(response.iter_lines()) == ": waiting"
-            assert server.scheduler.num_waiting == 1
+            wait_for(lambda: server.scheduler.num_waiting == 1, "it does not wait")
         wait_for(lambda: server.scheduler.num_waiting == 0, "it still waits")
         assert server.scheduler.num_running == 1, "the one that runs is not disturbed"
     server.worker.seconds_per_step = 0.0

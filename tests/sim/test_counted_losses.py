@@ -332,7 +332,7 @@ def cost_counted_twice(patch: pytest.MonkeyPatch) -> None:
         if report.eviction is not None:
             counters.tokens_lost_to_eviction[report.eviction] += report.num_tokens_lost_to_eviction
 
-    patch.setattr("milepost.core.scheduler.count_query", count_twice)
+    patch.setattr("milepost.core.explain.count_query", count_twice)
 
 
 FAULTS: dict[str, Plant] = {

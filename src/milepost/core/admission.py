@@ -10,6 +10,7 @@ from milepost.core.geometry import CacheGeometry
 from milepost.core.lease import Lease
 from milepost.core.prefix_cache import PrefixCache
 from milepost.core.request import Request
+from milepost.core.siblings import Siblings
 from milepost.core.transfers import Transfers
 from milepost.core.tree import Node
 from milepost.core.units import ceil_div
@@ -17,6 +18,18 @@ from milepost.errors import ConfigError
 
 MIN_REQUEST_TOKENS = 2
 """One prompt token and one generated token."""
+LOAD = "load"
+SIBLING = "sibling"
+
+
+def what_holds(transfers: Transfers, siblings: Siblings, known: set[int] | None, request: Request) -> str:
+    """Why a waiting request may not run yet: LOAD (a store is read for it), SIBLING (another one computes
+    its prefix), or "". `known` collects those found to wait, see `Siblings.awaited_boundary`."""
+    if transfers.is_held(request.request_id):
+        if known is not None:
+            known.add(request.request_id)
+        return LOAD
+    return SIBLING if siblings.awaited_boundary(request, known) else ""
 
 
 def largest_request_tokens(geometry: CacheGeometry, cache: CacheConfig, config: SchedulerConfig) -> int:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from milepost.core.coordinator import Match
 from milepost.core.hashing import token_bytes
 from milepost.core.lease import Lease, Reservation
 from milepost.core.plan import GREEDY, ChunkPlan, StateExport, WorkerRequest
+from milepost.core.prefix_cache import PrefixCache
+from milepost.core.queues import is_background
 from milepost.core.request import Request
 
 
@@ -26,6 +29,23 @@ class Drafts:
 
 
 NO_DRAFTS = Drafts()
+
+
+def furnish_lease(
+    lease: Lease, request: Request, marked_units: frozenset[int], cache: PrefixCache, match: Match
+) -> None:
+    """Tell a lease what its request asks of the checkpoints it is going to make, and what they continue."""
+    if request.conversation is not None:
+        lease.conversation = (lease.chain.root, request.conversation)
+    lease.marked_units = marked_units
+    if not cache.config.shares_generated_tokens:
+        lease.shared_end = request.num_prompt_tokens
+    lease.retention_priority = request.retention_priority
+    lease.pin_seconds = request.pin_seconds
+    lease.spares_live = is_background(request)
+    if request.reuse is None:
+        request.num_turns_before = cache.turns_before(lease, match)
+    lease.lineage = request.num_turns_before
 
 
 def build_chunk(

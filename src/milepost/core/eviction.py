@@ -11,10 +11,10 @@ from milepost.core.lease import Lease
 from milepost.core.losses import LostCheckpoints
 from milepost.core.memory import Memory
 from milepost.core.metrics import CacheCounters
-from milepost.core.retention import Rank, SegmentRecord, eviction_rank
-from milepost.core.reuse import ReuseClass, ReuseModel, class_of
+from milepost.core.retention import GUESS, LIVE_FLOOR, Rank, SegmentRecord, eviction_rank
+from milepost.core.reuse import CONTINUATION_REASONS, TURN_ENDS, ReuseClass, ReuseModel, class_of
 from milepost.core.tree import Node, PrefixTree
-from milepost.core.units import floor_div
+from milepost.core.units import floor_div, is_multiple
 
 
 def is_guess(node: Node) -> bool:
@@ -24,6 +24,8 @@ def is_guess(node: Node) -> bool:
 
 RANKING_LIFE_DIVISOR = 8
 """A ranking of n candidates serves n / 8 evictions before it is made anew."""
+RANKING_LIVES = 4
+"""And no longer than a quarter of the age up to which conversations count as live."""
 MAX_STALE = 64
 """Ranked entries beyond twice the number of checkpoints before outdated ones are cleared away."""
 
@@ -46,6 +48,7 @@ class Evictor:
         self._changed: dict[bytes, Node] = {}
         self._num_ranked = 0
         self._life = 0
+        self._ranked_at = 0.0
 
     def evict_one(self, now: float, below: Rank | None = None) -> bool:
         """Free at least one record; False if everything left is in use or, if `below` is given, worth at
@@ -54,6 +57,8 @@ class Evictor:
             if not node.pins:
                 self._drop_tail(node, "stranded", reasons.INTERVAL)
                 return True
+        if RANKING_LIVES * abs(now - self._ranked_at) > self.reuse.live_age:
+            self._rank_all(now)
         self._rank_changed(now)
         is_fresh = False
         while True:
@@ -68,7 +73,7 @@ class Evictor:
                     self._num_ranked += 1
                     heapreplace(self._heap, (worth, self._num_ranked, node, last_used))
                     continue
-                self._life -= worth[0] > 0  # the order of guesses matters little, and they are many
+                self._life -= worth[0] > GUESS  # the order of guesses matters little, and they are many
                 if below is not None and worth >= below:
                     return False
                 heappop(self._heap)
@@ -86,11 +91,33 @@ class Evictor:
             return False
         return self.tree.index.get(node.key) is node
 
+    def export_limit(
+        self, lease: Lease, made: Mapping[int, tuple[list[int], str]], position: int, reason: str, now: float
+    ) -> Rank | None:
+        """Below which rank others make room for the checkpoint that `lease` is about to make at `position`;
+        None = all do.
+
+        Those a request is taken up from push out whatever else there is, but where nobody has come back so
+        far, no live conversation. The others push out what will be worth less.
+        """
+        if reason not in reasons.REQUIRED:
+            return self.export_worth(lease, made, position, reason, now)
+        return self.page_limits(lease)[0]
+
+    @staticmethod
+    def page_limits(lease: Lease) -> tuple[Rank | None, ...]:
+        """Below which rank others make room for what `lease` needs to run; None = all do. The first limit
+        holds as long as there is another way: where nobody has come back so far, no live conversation makes
+        room then."""
+        is_marked = bool(lease.marked_units) and lease.pin_seconds > 0
+        if lease.lineage or lease.retention_priority > 0 or is_marked:
+            return (None,)
+        return (LIVE_FLOOR,) if lease.spares_live else (LIVE_FLOOR, None)
+
     def export_worth(
         self, lease: Lease, made: Mapping[int, tuple[list[int], str]], position: int, reason: str, now: float
     ) -> Rank:
-        """What the checkpoint that `lease` is about to make at `position` will be worth, to compare with
-        those that exist.
+        """What the checkpoint that `lease` is about to make at `position` will be worth.
 
         Args:
             made: position -> (slots, reason) of others that the same chunk makes.
@@ -111,6 +138,7 @@ class Evictor:
             freed_bytes=self._checkpoint_bytes,
             is_pinned=is_marked and lease.pin_seconds > 0,
             is_guess=guesses,
+            is_live=lease.lineage > 0 and reason in CONTINUATION_REASONS,
             priority=lease.retention_priority,
             reuse_index=self.reuse.index(reuse_class, 0.0, now),
         )
@@ -191,6 +219,20 @@ class Evictor:
         if not node.children:
             self._drop_tail(node, "thin", reason)
 
+    def thin_decode(self, lease: Lease, interval_units: int) -> None:
+        """Keep the last two decode checkpoints of a request and one per `interval_units`; free the others
+        once half of the budget is used (below that they cost nothing anybody needs)."""
+        nodes = lease.decode_nodes
+        is_roomy = 2 * self.memory.used_bytes < self.memory.budget_bytes
+        while len(nodes) > 2:
+            node = nodes[0]
+            is_kept = interval_units > 0 and is_multiple(node.depth, interval_units)
+            if is_roomy and not is_kept:
+                return
+            del nodes[0]
+            if not is_kept:
+                self.thin(node, reasons.DECODE, lease.lineage)
+
     def bound_path(self, on_path: list[Node], limit: int, now: float) -> None:
         """Keep at most `limit` of the checkpoints of one path, the last one in any case. Those that are gone
         leave the list. O(limit + checkpoints that are spared), whatever the length of the path."""
@@ -218,6 +260,7 @@ class Evictor:
         self._heap = []
         self._changed = dict(self.tree.state_nodes)
         self._rank_changed(now)
+        self._ranked_at = now
         self._life = max(1, floor_div(len(self._heap), RANKING_LIFE_DIVISOR))
 
     def _rank_changed(self, now: float) -> None:
@@ -248,8 +291,21 @@ class Evictor:
             is_pinned=node.pinned_until > now,
             priority=node.retention_priority,
             is_guess=is_guess(node),
+            is_live=self._is_live(node, now),
             reuse_index=self.reuse.index(self.reuse_class(node), now - node.last_used, now),
         )
+
+    def _is_live(self, node: Node, now: float) -> bool:
+        """Whether a conversation that went on before is expected to go on here."""
+        if not node.num_hits or is_guess(node) or now - node.last_used > self.reuse.live_age:
+            return False
+        was_used = node.last_used > node.made_at
+        if node.reason in TURN_ENDS:
+            return not node.is_passed
+        if node.reason in CONTINUATION_REASONS:
+            # The answer of its own turn passed it; the next turn may still go on here.
+            return not (node.is_passed and was_used)
+        return was_used
 
     def _tail_units(self, node: Node) -> int:
         """Units that go when leaf `node` is dropped: back to a checkpoint, a branch or a lease."""

@@ -9,7 +9,7 @@ from milepost.core.coordinator import Match
 from milepost.core.hashing import KeyChain, tokens_from_bytes
 from milepost.core.metrics import CacheCounters
 from milepost.core.prefix_cache import PrefixCache
-from milepost.core.request import ReuseReport
+from milepost.core.request import Request, ReuseReport
 from milepost.core.tree import Node
 
 MAX_COMPARED_CHILDREN = 64
@@ -49,6 +49,16 @@ def reuse_report(
         num_tokens_lost_to_eviction=evicted,
         eviction=None if match.loss is None else (match.loss.cause, match.loss.reason),
     )
+
+
+def explain_start(cache: PrefixCache, match: Match, request: Request) -> None:
+    """Put the report of its first admission on a request, and count it."""
+    request.reuse = reuse_report(
+        cache, match, request.known_chain, request.num_prompt_tokens,
+        uses_cache=request.uses_cache, is_scored=request.is_scored,
+    )  # fmt: skip
+    if request.is_counted:
+        count_query(cache.counters, request.reuse)
 
 
 def count_query(counters: CacheCounters, report: ReuseReport) -> None:

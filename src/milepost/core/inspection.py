@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from heapq import nlargest, nsmallest
 
+from milepost.core.admission import what_holds
 from milepost.core.prefix_cache import PrefixCache
 from milepost.core.request import Request, RequestStatus
 from milepost.core.siblings import Siblings
@@ -126,12 +127,13 @@ def view_requests(
         if not request.is_counted:
             continue
         cached = request.reuse.num_cached_tokens if request.reuse is not None else 0
+        is_running = request.status is RequestStatus.RUNNING
         processed = min(request.num_processed, request.num_prompt_tokens)
         views.append(
             RequestView(
                 request_id=request.request_id,
                 status=request.status.value,
-                waits_for=_waits_for(request, siblings, transfers),
+                waits_for="" if is_running else what_holds(transfers, siblings, None, request) or "turn",
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_cached_tokens=cached,
                 num_computed_tokens=max(0, processed - cached),
@@ -139,11 +141,3 @@ def view_requests(
             )
         )
     return views
-
-
-def _waits_for(request: Request, siblings: Siblings, transfers: Transfers) -> str:
-    if request.status is RequestStatus.RUNNING:
-        return ""
-    if transfers.is_held(request.request_id):
-        return "load"
-    return "sibling" if siblings.awaited_boundary(request) else "turn"

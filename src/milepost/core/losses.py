@@ -8,6 +8,7 @@ size would have reused, and the difference is what the budget costs (`num_tokens
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Container
 from dataclasses import dataclass
 
 from milepost.core.hashing import KeyChain
@@ -32,11 +33,16 @@ class Loss:
 
 
 class LostCheckpoints:
-    """Boundaries that could be resumed from, or should have been, and cannot; oldest out first."""
+    """Boundaries that could be resumed from, or should have been, and cannot; oldest out first.
 
-    __slots__ = ("_why",)
+    Attributes:
+        num_forgotten: those that were too many.
+    """
+
+    __slots__ = ("_why", "num_forgotten")
 
     def __init__(self) -> None:
+        self.num_forgotten = 0
         self._why: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -51,14 +57,15 @@ class LostCheckpoints:
         self._why.move_to_end(key)
         if len(self._why) > MAX_REMEMBERED:
             self._why.popitem(last=False)
+            self.num_forgotten += 1
 
     def forget(self, key: bytes) -> None:
         """The boundary can be resumed from (again)."""
         self._why.pop(key, None)
 
-    def clear(self) -> None:
-        """Nothing is missed: the caller emptied the cache on purpose."""
-        self._why.clear()
+    def forget_all_but(self, in_use: Container[bytes]) -> None:
+        """The caller emptied the cache on purpose: what is not `in_use` is not missed."""
+        self._why = OrderedDict((key, why) for key, why in self._why.items() if key in in_use)
 
     def beyond(self, chain: KeyChain, units: int, limit: int) -> Loss | None:
         """The deepest loss at units < k <= limit of `chain`, where a hit may end. O(limit - units)."""

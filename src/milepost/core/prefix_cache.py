@@ -84,6 +84,7 @@ class PrefixCache:
         lease = self.stand_on(chain, match.path[: match.units], now)
         lease.is_caching = self.config.enable_prefix_caching and uses_cache
         lease.hit_reason = lease.tip.reason
+        lease.newest = lease.tip if lease.tip.states is not None else None
         return lease
 
     def stand_on(self, chain: KeyChain, path: Sequence[Node], now: float) -> Lease:
@@ -128,29 +129,32 @@ class PrefixCache:
             self.memory.keep(pool, record_id)
         return slots
 
+    def turns_before(self, lease: Lease, match: Match) -> int:
+        """Turns of a conversation that led to the request of `lease`, as far as anything shows it."""
+        tip, conversation = lease.tip, lease.conversation
+        keys = lease.chain.keys[: match.limit_units]
+        turns = self.evictor.reuse.turns_before(keys, conversation, match.loss)
+        if conversation is not None and self.conversations.is_known(conversation):
+            turns = max(turns, 1)
+        if lease.hit_reason in CONTINUATION_REASONS and tip.conversation in (None, conversation):
+            turns = max(turns, tip.num_hits + 1)
+        return turns
+
     def record_hit(self, lease: Lease, match: Match, now: float) -> None:
-        """Count the admission of a request that starts from the tip of `lease`."""
+        """Count the first admission of a request that starts from the tip of `lease`."""
         tip = lease.tip
-        reuse = self.evictor.reuse
-        for key in reversed(lease.chain.keys[: match.limit_units]):
-            if reuse.is_waiting(key):
-                wait = reuse.used(key, now)
-                lease.lineage = wait.turns_for(lease.conversation) if wait is not None else 0
-                break
+        self.evictor.reuse.used_deepest(lease.chain.keys[: match.limit_units], now)
         for units in lease.marked_units:
             if units <= match.units:
                 self._pin(match.path[units - 1], lease, now)
-        if lease.conversation is not None and self.conversations.note(lease.conversation):
-            lease.lineage = max(lease.lineage, 1)
+        if lease.conversation is not None:
+            self.conversations.note(lease.conversation)
         if tip.is_root:
             return
         self.counters.reuse_gaps.add(now - tip.last_used)
         tip.last_used, tip.is_passed, tip.num_hits = now, False, tip.num_hits + 1
-        lease.newest = tip if tip.states is not None else None
         if tip.states is not None:
             self.evictor.await_use(tip, now)
-        if lease.hit_reason in CONTINUATION_REASONS and tip.conversation in (None, lease.conversation):
-            lease.lineage = max(lease.lineage, tip.num_hits)
 
     def _pin(self, node: Node, lease: Lease, now: float) -> None:
         """A caller asks for the checkpoint at `node`, which counts as a use of it."""
@@ -207,9 +211,7 @@ class PrefixCache:
         for group in self.attention:
             pages = taken.new_pages[group.index]
             for _ in range(missing):
-                page = self._acquire(group.index, now, taken)
-                if page is None and self._give_up_passed_state(lease):
-                    page = self._acquire(group.index, now, taken)
+                page = self._acquire_page(lease, group.index, taken, now)
                 if page is None:
                     self.rollback(lease, taken)
                     return None
@@ -219,8 +221,8 @@ class PrefixCache:
             return None
         for position, reason in sorted(exports, key=lambda e: export_order(*e)):
             worth = None
-            if reason not in reasons.REQUIRED and self.memory.free_bytes < self.checkpoint_bytes:
-                worth = self.evictor.export_worth(lease, taken.exports, position, reason, now)
+            if self.memory.free_bytes < self.checkpoint_bytes:
+                worth = self.evictor.export_limit(lease, taken.exports, position, reason, now)
             slots = self._acquire_slots(self._checkpoint_pools, taken, now, may_evict=True, below=worth)
             if slots is None:
                 taken.refused.append((position, reason))
@@ -256,17 +258,27 @@ class PrefixCache:
             self.memory.release(pool, record_id)
         reservation.records = []
 
+    def _acquire_page(self, lease: Lease, pool: int, taken: Reservation, now: float) -> int | None:
+        for limit in self.evictor.page_limits(lease):
+            page = self._acquire(pool, now, taken, below=limit)
+            if page is None and self._give_up_passed_state(lease):
+                page = self._acquire(pool, now, taken, below=limit)
+            if page is not None:
+                return page
+        return None
+
     def _reserve_running(self, lease: Lease, taken: Reservation, now: float) -> bool:
-        slots = self._acquire_slots(self._running_pools, taken, now, may_evict=True)
-        if slots is None:
-            tip = lease.tip
-            if self.keeps_states_apart or tip.states is None or tip.pins != 1:
-                return False
-            # Nothing can make room: serve on, in place, without the checkpoint this lease stands on.
-            taken.reclaimed_reason = tip.reason
-            slots = tip.states
-        taken.running = slots
-        return True
+        tip = lease.tip
+        for limit in self.evictor.page_limits(lease):
+            slots = self._acquire_slots(self._running_pools, taken, now, may_evict=True, below=limit)
+            if slots is None and not self.keeps_states_apart and tip.states is not None and tip.pins == 1:
+                # Nothing can make room: serve on, in place, without the checkpoint this lease stands on.
+                taken.reclaimed_reason = tip.reason
+                slots = tip.states
+            if slots is not None:
+                taken.running = slots
+                return True
+        return False
 
     def _give_up_passed_state(self, lease: Lease) -> bool:
         """Free the checkpoint that `lease` left behind at its tip, which its own pin protects. Without
@@ -421,19 +433,8 @@ class PrefixCache:
             self.evictor.bound_path(lease.on_path, limit, now)
 
     def thin_decode(self, lease: Lease) -> None:
-        """Keep the last two decode checkpoints and one per `decode_interval`; free the others once
-        half of the budget is used (below that they cost nothing anybody needs)."""
-        nodes = lease.decode_nodes
-        interval_units = floor_div(self.config.decode_interval, self.match_unit)
-        is_roomy = 2 * self.memory.used_bytes < self.memory.budget_bytes
-        while len(nodes) > 2:
-            node = nodes[0]
-            is_kept = interval_units > 0 and is_multiple(node.depth, interval_units)
-            if is_roomy and not is_kept:
-                return
-            del nodes[0]
-            if not is_kept:
-                self.evictor.thin(node, reasons.DECODE, lease.lineage)
+        """Keep the last two decode checkpoints and one per `decode_interval`."""
+        self.evictor.thin_decode(lease, floor_div(self.config.decode_interval, self.match_unit))
 
     # -- release -------------------------------------------------------------------------------
 
@@ -469,7 +470,7 @@ class PrefixCache:
     def reset(self) -> bool:
         """Drop everything no running request holds; True if nothing is left."""
         self.evictor.evict_all()
-        self.evictor.losses.clear()
+        self.evictor.losses.forget_all_but(self.tree.index)
         return not self.tree.index
 
     def give_back_slots(self, slots: Sequence[int]) -> None:

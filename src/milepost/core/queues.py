@@ -6,10 +6,12 @@ Among requests of one owner and priority the order is that of arrival. Determini
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
-from milepost.core.request import Request
+from milepost.core.request import Request, RequestStatus
 
+WAITS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 BACKGROUND_PRIORITY = 1 << 31
 """From this priority on a request gets what all others leave, see `BackgroundShare`."""
 
@@ -24,66 +26,170 @@ def order_key(request: Request) -> tuple[int, int, int]:
     return (request.priority, request.turn, request.arrival)
 
 
+def last_behind(request: Request, running: Sequence[Request]) -> Request | None:
+    """Of those that run, in `order_key` order, the last one, if it comes after `request`."""
+    last = running[-1] if running else None
+    return None if last is None or last is request or order_key(last) <= order_key(request) else last
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """One request of an owner, or several that are over and came one after the other.
+
+    Attributes:
+        request: None once it is over.
+        floor: earliest start: the clock of its level when it arrived, or was no longer held back.
+        cost: tokens, once it is over.
+    """
+
+    request: Request | None
+    floor: int
+    cost: int = 0
+
+    def expected_cost(self) -> int:
+        """Tokens, as far as is known. Cached ones cost nothing, generated ones as much as others."""
+        request = self.request
+        if request is None:
+            return self.cost
+        if request.reuse is None:
+            return request.num_prompt_tokens
+        return request.num_tokens - request.reuse.num_cached_tokens
+
+    def join(self, later: _Entry) -> None:
+        """Both are over: from now on one entry stands for them."""
+        self.floor = max(self.floor, later.floor - self.cost)
+        self.cost += later.cost
+
+
+@dataclass(slots=True, eq=False)
+class _Share:
+    """The requests of one owner and priority.
+
+    Attributes:
+        entries: by number of arrival.
+        end: where the last one ends.
+    """
+
+    end: int = 0
+    entries: dict[int, _Entry] = field(default_factory=dict)
+
+    def first_waiting_turn(self, default: int) -> int:
+        """O(requests that run)."""
+        for entry in self.entries.values():
+            if entry.request is not None and entry.request.status in WAITS:
+                return entry.request.turn
+        return default
+
+
+@dataclass(slots=True, eq=False)
+class _Level:
+    """The requests of one priority; it is forgotten when none is left.
+
+    Attributes:
+        clock: the turn served last.
+    """
+
+    clock: int = 0
+    num_open: int = 0
+    shares: dict[str, _Share] = field(default_factory=dict)
+
+
 class FairShare:
     """Turns that give every owner (an API key) the same share of the tokens computed while they compete.
 
-    Self-clocked fair queueing, in its start-time form (Goyal, Vin and Cheng, 1996): a request's turn is
-    the later of the clock and the end of its owner's previous request; the clock is the turn served
-    last. Its length is its prompt when it arrives, and what it really cost when it ends: then those of its
-    owner that came after it and still wait move by the difference, so that nobody who comes later passes
-    them. The bound of that method, the largest requests, needs requests of one priority that are served by
-    turn and charged as they run; those held back for a sibling or a store, and long answers, are not.
+    Self-clocked fair queueing, in its start-time form (Goyal, Vin and Cheng, 1996), once per priority: a
+    request's turn is the later of the clock and the end of its owner's previous request; the clock is the
+    turn served last. A request's length is its prompt until it is admitted, from then on what it really
+    costs; when more is known, those of its owner that still wait are laid behind each other anew, none of
+    them before the clock. So they never change their order.
+
+    Some requests are held back, for a sibling or a store. One that is served before others of its owner
+    takes their place: the clock becomes the turn of the first of them. And nobody saves up for later what
+    he could not use: who was held back goes on from the clock.
     """
 
-    __slots__ = ("_clock", "_ends")
+    __slots__ = ("_levels",)
 
     def __init__(self) -> None:
-        self._clock = 0
-        self._ends: dict[str, int] = {}
+        self._levels: dict[int, _Level] = {}
 
     def arrive(self, request: Request) -> None:
-        """Give a new request its turn."""
-        request.turn = max(self._clock, self._ends.get(request.owner, 0))
-        if not is_background(request):
-            self._ends[request.owner] = request.turn + request.num_prompt_tokens
+        """Give a new request its turn. O(1)."""
+        level = self._levels.setdefault(request.priority, _Level())
+        share = level.shares.setdefault(request.owner, _Share())
+        level.num_open += 1
+        request.turn = max(level.clock, share.end)
+        share.entries[request.arrival] = _Entry(request, level.clock)
+        share.end = request.turn + request.num_prompt_tokens
 
-    def serve(self, request: Request) -> None:
-        """Its first chunk is planned."""
-        if not is_background(request):
-            self._clock = max(self._clock, request.turn)
-
-    def end(self, request: Request, waiting: Iterable[Request]) -> bool:
-        """Charge what it cost: cached tokens cost nothing, generated ones as much as others.
-
-        Returns whether turns of `waiting` changed. O(waiting).
-        """
-        if is_background(request):
+    def release(self, request: Request) -> bool:
+        """It was held back and is not any more. Returns, as the others do, whether turns may have changed."""
+        level = self._levels[request.priority]
+        if request.turn >= level.clock or request.status is not RequestStatus.WAITING:
             return False
-        cost = 0
-        if request.reuse is not None:
-            cost = request.num_tokens - request.reuse.num_cached_tokens
-        more = cost - request.num_prompt_tokens
-        self._charge(request, more)
-        behind = [r for r in waiting if r.owner == request.owner and r.arrival > request.arrival]
-        for other in behind:
-            other.turn = max(min(other.turn, self._clock), other.turn + more)
-        return bool(behind)
+        share = level.shares[request.owner]
+        share.entries[request.arrival].floor = level.clock
+        return self._lay_out(level, share)
 
-    def _charge(self, request: Request, more: int) -> None:
-        end = self._ends.get(request.owner, 0) + more
-        if end > self._clock:
-            self._ends[request.owner] = end
-        else:
-            self._ends.pop(request.owner, None)
+    def serve(self, request: Request) -> bool:
+        """Its first chunk is planned, and what it reuses is known."""
+        level = self._levels[request.priority]
+        share = level.shares[request.owner]
+        level.clock = max(level.clock, min(request.turn, share.first_waiting_turn(request.turn)))
+        if request.reuse is None or not request.reuse.num_cached_tokens:
+            return False
+        return self._lay_out(level, share)
+
+    def end(self, request: Request) -> bool:
+        """It is over. O(its owner's requests that are not)."""
+        level = self._levels[request.priority]
+        share = level.shares[request.owner]
+        level.num_open -= 1
+        if not level.num_open:
+            del self._levels[request.priority]
+            return False
+        entry = share.entries[request.arrival]
+        entry.cost = entry.expected_cost() if request.reuse is not None else 0
+        entry.floor = max(entry.floor, min(request.turn, level.clock))
+        entry.request = None
+        return self._lay_out(level, share)
+
+    @staticmethod
+    def _lay_out(level: _Level, share: _Share) -> bool:
+        """Put the requests of an owner behind each other at what they cost as far as is known."""
+        end = 0
+        changed = False
+        over: _Entry | None = None
+        joined: list[int] = []
+        for arrival, entry in share.entries.items():
+            request = entry.request
+            start = max(entry.floor, end)
+            if request is not None:
+                start = max(start, min(request.turn, level.clock))
+                if request.status is RequestStatus.WAITING and request.turn != start:
+                    request.turn = start
+                    changed = True
+                over = None
+            elif over is not None:
+                over.join(entry)
+                joined.append(arrival)
+            else:
+                over = entry
+            end = start + entry.expected_cost()
+        for arrival in joined:
+            del share.entries[arrival]
+        share.end = end
+        return changed
 
 
 class RequestQueue:
     """Requests that wait, in `order_key` order. A preempted request keeps its turn and so its place."""
 
-    __slots__ = ("_num_arrived", "_requests", "_shares")
+    __slots__ = ("_held", "_num_arrived", "_requests", "_shares")
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
+        self._held: dict[int, Request] = {}
         self._shares = FairShare()
         self._num_arrived = 0
 
@@ -102,15 +208,32 @@ class RequestQueue:
     def push(self, request: Request) -> None:
         insort(self._requests, request, key=order_key)
 
+    def hold(self, request: Request) -> bool:
+        """It may not run yet; `release` asks again. False if it was held back before."""
+        is_new = request.request_id not in self._held
+        self._held[request.request_id] = request
+        return is_new
+
+    def release(self, held_by: Callable[[Request], str]) -> None:
+        """Give those that nothing holds back any more their place among the others."""
+        released = [request for request in self._held.values() if not held_by(request)]
+        for request in released:
+            del self._held[request.request_id]
+            self._sort_if(self._shares.release(request))
+
     def admit(self, request: Request) -> None:
         """It leaves the queue because it runs."""
         self.remove(request)
-        self._shares.serve(request)
+        self._sort_if(self._shares.serve(request))
 
     def remove(self, request: Request) -> None:
         self._requests.remove(request)
+        self._held.pop(request.request_id, None)
 
     def settle(self, request: Request) -> None:
         """It has ended, wherever it was."""
-        if self._shares.end(request, self._requests):
+        self._sort_if(self._shares.end(request))
+
+    def _sort_if(self, is_changed: bool) -> None:
+        if is_changed:
             self._requests.sort(key=order_key)

@@ -154,8 +154,8 @@ class Request:
     __slots__ = (
         "arrival", "captures_logits", "chain", "conversation", "domain", "finish_reason", "is_counted",
         "drafting", "lease", "max_tokens", "media", "num_preemptions", "num_processed",
-        "num_prompt_tokens", "num_scored", "owner", "pending_abort", "pin_seconds", "prefill_end",
-        "priority", "prompt_logprobs", "request_id",
+        "num_prompt_tokens", "num_scored", "num_turns_before", "owner", "pending_abort", "pin_seconds",
+        "prefill_end", "priority", "prompt_logprobs", "request_id",
         "retention_priority", "reuse", "reuse_reported", "sampling", "status", "stop_ids", "tokens", "turn",
         "uses_cache", "wanted", "wanted_by_caller",
     )  # fmt: skip
@@ -217,6 +217,7 @@ class Request:
         self.wanted: list[tuple[int, str]] = []
         self.pending_abort: str | None = None
         self.num_preemptions = 0
+        self.num_turns_before = 0
         self.finish_reason: str | None = None
         self.reuse: ReuseReport | None = None
         self.reuse_reported = False

@@ -8,12 +8,18 @@ recomputation of position - position_below tokens.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from milepost.core import reasons
 
 Rank = tuple[int, float]
-"""Sort key of what is worth keeping: (0 for a guess, 2 for what is pinned, else 1; value)."""
+"""Sort key of what is worth keeping: (tier, value)."""
+GUESS, ORDINARY, LIVE, PINNED = range(4)
+"""Tiers: whatever its value, nothing is given up for something of a lower one."""
+LIVE_FLOOR: Rank = (LIVE, -math.inf)
+"""What only a request that goes on where an earlier one stopped may give up, or one that could not run
+otherwise."""
 MAX_PRIORITY = 16
 
 
@@ -28,6 +34,7 @@ class SegmentRecord:
         is_pinned: a client pinned it and the pin still holds.
         is_guess: an `interval` checkpoint that was never hit. Nobody asked for it, nothing was learned about
             it, and where it stands says little: it fills memory that nothing else needs.
+        is_live: a conversation that went on before goes on here, and its next turn is still to be expected.
         priority: what the client asked for; every step doubles the value.
     """
 
@@ -36,12 +43,19 @@ class SegmentRecord:
     reuse_index: float
     is_pinned: bool = False
     is_guess: bool = False
+    is_live: bool = False
     priority: int = 0
 
 
 def eviction_rank(record: SegmentRecord) -> Rank:
-    """Sort key: the smallest goes first. Guesses go before all others, what is pinned goes last."""
-    tier = 2 if record.is_pinned else 0 if record.is_guess else 1
+    """Sort key: the smallest goes first. Guesses go before all others, what is pinned goes last, and what
+    nobody ever came back to goes before what live conversations resume from."""
+    if record.is_pinned:
+        tier = PINNED
+    elif record.is_guess:
+        tier = GUESS
+    else:
+        tier = LIVE if record.is_live else ORDINARY
     return (tier, segment_value(record))
 
 

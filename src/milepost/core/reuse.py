@@ -11,11 +11,14 @@ index falls with age, so that the order starts out as least-recently-used.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from milepost.core import reasons
+from milepost.core.losses import Loss
 
 BINS_PER_OCTAVE = 2
 MIN_AGE_LOG2 = -2
@@ -36,6 +39,11 @@ PRIOR_BY_REASON = {
     reasons.JUNCTION: 1.5,
     reasons.INTERVAL: 0.25,
 }
+LIVE_SHARE = 0.9
+MIN_LIVE_AGE = 60.0
+DEFAULT_LIVE_AGE = 300.0
+"""Until MIN_LIVE_USES were seen: for so long the caches people know keep what nobody pinned."""
+MIN_LIVE_USES = 32
 PRIOR_IF_PASSED = 0.25
 """Factor for ends of a turn behind which the conversation went on."""
 TURN_ENDS = frozenset({reasons.TAIL, reasons.END, reasons.DECODE, reasons.FINISH})
@@ -132,9 +140,14 @@ class _ClassCounts:
 
 
 class ReuseModel:
-    """Hazards per class, learned from checkpoints that still exist and from those already given up."""
+    """Hazards per class, learned from checkpoints that still exist and from those already given up.
 
-    __slots__ = ("_counts", "_index", "_num_new", "_present", "_waiting")
+    Attributes:
+        live_age: a conversation that went on before is expected to go on again for so long: LIVE_SHARE of
+            those that went on did so within it.
+    """
+
+    __slots__ = ("_counts", "_index", "_num_new", "_present", "_waiting", "live_age")
 
     def __init__(self) -> None:
         self._counts: dict[ReuseClass, _ClassCounts] = {}
@@ -143,6 +156,7 @@ class ReuseModel:
         """Per class and bin, how many of those that wait now have passed the bin unused."""
         self._index: dict[ReuseClass, list[float]] = {}
         self._num_new = 0
+        self.live_age = DEFAULT_LIVE_AGE
 
     def created(
         self,
@@ -175,6 +189,25 @@ class ReuseModel:
         if wait is not None:
             self._end(wait, now, was_used=True)
         return wait
+
+    def turns_before(
+        self, keys: Sequence[bytes], conversation: tuple[bytes, str] | None, loss: Loss | None
+    ) -> int:
+        """Turns that lead to a request of `conversation` with these boundaries: what the deepest one that
+        waits was made by, or one turn where it goes on at a checkpoint that was refused or given up."""
+        for units in range(len(keys), 0, -1):
+            wait = self._waiting.get(keys[units - 1])
+            if wait is not None:
+                return wait.turns_for(conversation)
+            if loss is not None and loss.units == units and loss.reason in CONTINUATION_REASONS:
+                return 1
+        return 0
+
+    def used_deepest(self, keys: Sequence[bytes], now: float) -> None:
+        """A prompt with these boundaries came: the deepest wait has ended."""
+        for key in reversed(keys):
+            if self.used(key, now) is not None:
+                return
 
     def _end(self, wait: Wait, now: float, *, was_used: bool) -> None:
         last = age_bin(now - wait.since)
@@ -214,6 +247,19 @@ class ReuseModel:
                 bins[index], reached = reached, reached + bins[index]
         self._present = present
         self._index = {}
+        self.live_age = self._learned_live_age()
+
+    def _learned_live_age(self) -> float:
+        used = [0.0] * NUM_BINS
+        for reuse_class, counts in self._counts.items():
+            reason, _, turns, _ = reuse_class
+            if reason in CONTINUATION_REASONS and turns and reuse_class == general_class(reuse_class):
+                used = [total + more for total, more in zip(used, counts.used, strict=True)]
+        total = sum(used)
+        if total < MIN_LIVE_USES:
+            return DEFAULT_LIVE_AGE
+        reached = bisect_left(list(accumulate(used)), LIVE_SHARE * total)
+        return float(max(MIN_LIVE_AGE, EDGES[reached]))
 
     def _hazards(self, reuse_class: ReuseClass) -> list[float]:
         """Chance of use per bin: what was counted, and as much of the more general class (or of the prior)
@@ -238,11 +284,12 @@ class KnownConversations:
     def __init__(self) -> None:
         self._seen: OrderedDict[tuple[bytes, str], None] = OrderedDict()
 
-    def note(self, conversation: tuple[bytes, str]) -> bool:
-        """Remember a conversation; whether it was remembered already."""
-        is_known = conversation in self._seen
+    def is_known(self, conversation: tuple[bytes, str]) -> bool:
+        return conversation in self._seen
+
+    def note(self, conversation: tuple[bytes, str]) -> None:
+        """Remember a conversation."""
         self._seen[conversation] = None
         self._seen.move_to_end(conversation)
         if len(self._seen) > MAX_CONVERSATIONS:
             self._seen.popitem(last=False)
-        return is_known

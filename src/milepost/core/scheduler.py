@@ -13,11 +13,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from milepost.config import CacheConfig, SchedulerConfig
 from milepost.core import reasons
-from milepost.core.admission import fits, largest_request_tokens
-from milepost.core.assembly import NO_DRAFTS, Drafts, build_chunk, build_start, nothing_reserved
+from milepost.core.admission import SIBLING, fits, largest_request_tokens, what_holds
+from milepost.core.assembly import (
+    NO_DRAFTS,
+    Drafts,
+    build_chunk,
+    build_start,
+    furnish_lease,
+    nothing_reserved,
+)
 from milepost.core.background import BackgroundShare
 from milepost.core.chunking import (
     effective_spacing,
@@ -28,7 +36,7 @@ from milepost.core.chunking import (
 )
 from milepost.core.coordinator import Match
 from milepost.core.drafts import DraftPlanner
-from milepost.core.explain import count_query, reuse_report
+from milepost.core.explain import explain_start
 from milepost.core.geometry import CacheGeometry
 from milepost.core.hashing import KeyChain
 from milepost.core.lease import Reservation
@@ -36,7 +44,7 @@ from milepost.core.metrics import CoreStats
 from milepost.core.outcome import settle_chunk
 from milepost.core.plan import ChunkPlan, StepPlan, StepResult
 from milepost.core.prefix_cache import PrefixCache
-from milepost.core.queues import RequestQueue, is_background, order_key
+from milepost.core.queues import RequestQueue, is_background, last_behind, order_key
 from milepost.core.request import Request, RequestStatus, RequestUpdate
 from milepost.core.siblings import Siblings
 from milepost.core.stats import audit_requests, core_stats
@@ -253,6 +261,8 @@ class Scheduler:
             if limit > 0 and request.status is RequestStatus.RUNNING:
                 left -= self._plan_prefill(plan, request, limit)
         self._admit(plan, min(left, self._background.num_left_tokens), in_background=True)
+        if not plan.chunks and all(map(is_background, self.requests.values())):
+            self._give_one_up()
         plan.finished = self._gone_on_worker
         self._gone_on_worker = []
         plan.discards = self.cache.memory.take_discards()
@@ -301,16 +311,10 @@ class Scheduler:
             if reservation is not None:
                 self.cache.confirm(lease, reservation)
                 return reservation
-            victim = self._victim_behind(request)
-            if victim is None:
+            victim = last_behind(request, self.running)
+            if victim is None or victim.request_id in self._planned_ids:
                 return None
             self._preempt(victim)
-
-    def _victim_behind(self, request: Request) -> Request | None:
-        last = self.running[-1] if self.running else None
-        if last is None or last is request or order_key(last) <= order_key(request):
-            return None
-        return last if last.request_id not in self._planned_ids else None
 
     def _append_chunk(
         self, plan: StepPlan, request: Request, end: int, reservation: Reservation, end_reason: str | None,
@@ -329,6 +333,8 @@ class Scheduler:
     def _admit(self, plan: StepPlan, num_budget_tokens: int, *, in_background: bool) -> int:
         """Returns the tokens that are left."""
         known_to_wait: set[int] = set()
+        held_by = partial(what_holds, self.transfers, self.siblings, known_to_wait)
+        self.waiting.release(held_by)
         for request in self.waiting:
             if num_budget_tokens < 1:
                 break
@@ -336,11 +342,8 @@ class Scheduler:
                 continue
             if len(self.running) >= self.config.max_num_seqs and not self._make_way(request):
                 break
-            if self.transfers.is_held(request.request_id):
-                known_to_wait.add(request.request_id)
-                continue
-            if self._is_caching and self.siblings.awaited_boundary(request, known_to_wait):
-                self.cache.counters.num_sibling_waits += 1
+            if holder := held_by(request):
+                self.cache.counters.num_sibling_waits += self.waiting.hold(request) and holder == SIBLING
                 continue
             if self._blocked_head == request.request_id:
                 break
@@ -362,6 +365,13 @@ class Scheduler:
         self._preempt(last)
         return True
 
+    def _give_one_up(self) -> None:
+        """Nobody is there but background requests, and none finds room: live conversations hold the rest."""
+        for request in (*self.running, *self.waiting):
+            if not what_holds(self.transfers, self.siblings, None, request):
+                self.abort(request.request_id)
+                return
+
     def _try_admit(self, plan: StepPlan, request: Request, num_budget_tokens: int) -> int:
         chain = request.known_chain
         match = self.cache.no_match()
@@ -370,15 +380,10 @@ class Scheduler:
         if not fits(self.cache, request, match, self.running, self.transfers):
             return 0
         lease = self.cache.open(match, chain, self._now, uses_cache=request.uses_cache)
-        if request.conversation is not None:
-            lease.conversation = (chain.root, request.conversation)
-        lease.marked_units = marked_units(
+        marked = marked_units(
             request.wanted_by_caller, self.cache.match_unit, self._grid, request.media_spans
         )
-        if not self.cache.config.shares_generated_tokens:
-            lease.shared_end = request.num_prompt_tokens
-        lease.retention_priority = request.retention_priority
-        lease.pin_seconds = request.pin_seconds
+        furnish_lease(lease, request, marked, self.cache, match)
         request.lease = lease
         request.num_processed = match.position
         if match.hit.attention_units > match.units:
@@ -397,13 +402,8 @@ class Scheduler:
     def _start(self, plan: StepPlan, request: Request, match: Match) -> None:
         lease = request.held_lease
         if request.reuse is None:
-            request.reuse = reuse_report(
-                self.cache, match, request.known_chain, request.num_prompt_tokens,
-                uses_cache=request.uses_cache, is_scored=request.is_scored,
-            )  # fmt: skip
-            if request.is_counted:
-                count_query(self.cache.counters, request.reuse)
-        self.cache.record_hit(lease, match, self._now)
+            explain_start(self.cache, match, request)
+            self.cache.record_hit(lease, match, self._now)
         request.move_to(RequestStatus.RUNNING)
         self.waiting.admit(request)
         self.running.append(request)

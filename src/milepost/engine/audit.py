@@ -233,6 +233,7 @@ class HitAuditor:
             self._current = None
             if update.finish_reason == "error":
                 log.warning("audit of request=%s failed: %s", hit.label, update.error)
+            if update.finish_reason in ("error", "abort"):  # the latter where there is no room for it
                 self._count(num_dropped=1)
         return True
 

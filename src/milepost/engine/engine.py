@@ -118,11 +118,23 @@ class Engine:
         atexit.register(self._stop_at_exit)
         self._thread.start()
 
-    def use_tiers(self, tiers: Tiers, codec: SegmentCodec, *, always_loads: bool = False) -> None:
-        """Load from and save to stores; before `start`. The engine closes them."""
-        clock, wake = self._clock, self._notify
+    def use_tiers(
+        self,
+        tiers: Tiers,
+        codec: SegmentCodec,
+        *,
+        always_loads: bool = False,
+        max_load_seconds: float | None = None,
+    ) -> None:
+        """Load from and save to stores, see `Tiering`; before `start`. The engine closes them."""
         self._tiering = Tiering(
-            tiers, self._scheduler, codec, clock=clock, wake=wake, always_loads=always_loads
+            tiers,
+            self._scheduler,
+            codec,
+            clock=self._clock,
+            wake=self._notify,
+            always_loads=always_loads,
+            max_load_seconds=max_load_seconds,
         )
         self._turns.append(self._tiering.turn)
 

@@ -32,7 +32,7 @@ NO_SLOT_FREED = "reclaim"
 
 def is_overflowing(cache: PrefixCache) -> bool:
     """The core remembers a bounded number of losses; beyond that it explains less than there is."""
-    return len(cache.evictor.losses) >= losses.MAX_REMEMBERED
+    return cache.evictor.losses.num_forgotten > 0
 
 
 class LossBook:
@@ -162,7 +162,7 @@ class LossBook:
 
     def _reset(self) -> bool:
         is_empty = PrefixCache.reset(self._cache)
-        self._resumable = set(self._reasons if self._cache.recurrent else self._cache.tree.index)
+        self._resumable &= self._cache.tree.index.keys()
         return is_empty
 
     # -- what must hold ------------------------------------------------------------------------
