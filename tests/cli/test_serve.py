@@ -93,6 +93,8 @@ def test_the_embedded_model_chats_and_hits() -> None:
     assert "exactness: " in text
     assert "in force: prefix caching on, match unit 32" in text
     assert text.count("cached_tokens=") == 10 and "Mira" not in text
+    assert f"{url}/v1" in text and f"{url}/ui" in text
+    assert "draining: no request is open" in text and text.endswith("stopped\n")
     assert process.returncode == 0, text
 
 
@@ -116,7 +118,7 @@ def test_sigterm_finishes_what_is_open_and_exits_with_0() -> None:
         assert rest[-1] == "[DONE]" and '"finish_reason":"length"' in rest[-2]
         assert process.wait(30) == 0
     text = "".join(lines)
-    assert "stopping: 1 open requests may go on for 20 s" in text
+    assert "draining: 1 open request may go on for 20 s" in text and text.endswith("stopped\n")
     assert "Traceback" not in text and "leaked" not in text and "terminate" not in text
 
 
@@ -129,7 +131,7 @@ def test_a_second_signal_ends_it_at_once(kind: signal.Signals) -> None:
             next(held)
             process.send_signal(signal.SIGTERM)
             deadline = time.monotonic() + 20
-            while "stopping: 1 open" not in "".join(lines):
+            while "draining: 1 open" not in "".join(lines):
                 assert time.monotonic() < deadline, ("it does not begin to stop", process.poll(), lines)
                 time.sleep(0.01)
             begun = time.monotonic()

@@ -59,8 +59,10 @@ def drawn(browser: str, url: str, profile: Path, width: int) -> str:
 def test_the_tree_is_drawn(browser: str, served: Served, tmp_path: Path, width: int) -> None:
     state = httpx.get(f"{served.url}/ui/state", timeout=60, trust_env=False).json()
     document = drawn(browser, f"{served.url}/ui", tmp_path / "profile", width)
-    marks = re.findall(r'class="point"', document)
-    assert len(marks) == len(state["cache"]["checkpoints"]) > 4
+    marks = re.findall(r'class="point" data-count="(\d+)"', document)
+    assert sum(map(int, marks)) == len(state["cache"]["checkpoints"]) > 4
+    for each in state["finished"]:
+        assert f'title="{each["request"]}"' in document and each["sentence"] in document
     assert "milepost-tiny" in document
     assert re.search(r"exactness: (exact|numeric)", document)
     assert "hit rate, since the start" in document

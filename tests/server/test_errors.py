@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from tests.server.serving import MAX_MODEL_LEN, Running, running_server
+from tests.server.serving import HTTP, MAX_MODEL_LEN, Running, running_server
 
 from milepost.server import schema
 
@@ -185,6 +185,42 @@ def test_the_content_type_does_not_matter(server: Running) -> None:
 def test_unknown_routes_and_methods(server: Running) -> None:
     assert_error(server.get("/v1/nothing"), 404, None, "/v1/nothing")
     assert_error(server.get(CHAT), 405, None)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "meant", "base"),
+    [
+        ("POST", "/chat/completions", "/v1/chat/completions", "http://HOST:PORT/v1"),
+        ("POST", "/v1/v1/chat/completions", "/v1/chat/completions", "http://HOST:PORT/v1"),
+        ("POST", "/api/v1/completions", "/v1/completions", "http://HOST:PORT/v1"),
+        ("POST", "/v1//chat/completions", "/v1/chat/completions", "http://HOST:PORT/v1"),
+        ("GET", "/models", "/v1/models", "http://HOST:PORT/v1"),
+        ("GET", "/v1/health", "/health", ""),
+        ("GET", "/v1/ui/state", "/ui/state", ""),
+    ],
+)
+def test_a_wrong_base_url_is_recognised(
+    server: Running, method: str, path: str, meant: str, base: str
+) -> None:
+    response = HTTP.request(method, server.url + path, json={} if method == "POST" else None)
+    error = assert_error(response, 404, None, f"did you mean {meant}?")
+    assert base in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/messages", "/v1/v1/messages", "/anthropic/v1/messages"])
+def test_a_wrong_base_url_of_anthropics_client(server: Running, path: str) -> None:
+    response = HTTP.post(server.url + path, json={})
+    body = response.json()
+    assert response.status_code == 404
+    assert body["type"] == "error" and body["error"]["type"] == "not_found_error"
+    assert "did you mean /v1/messages? " in body["error"]["message"]
+    assert "http://HOST:PORT, without /v1" in body["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/nothing", "/no/such/thing", "/" + "v1/" * 40 + "models"])
+def test_nothing_is_guessed_about_other_paths(server: Running, path: str) -> None:
+    assert "did you mean" not in assert_error(server.get(path), 404, None)["message"]
+    assert "/ui shows the cache" in assert_error(server.get("/"), 404, None)["message"]
 
 
 def test_harmless_and_unknown_fields_are_accepted(server: Running) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.server.serving import HTTP, Running, running_server
+from tests.server.serving import HTTP, MATCH_UNIT, Running, running_server
 
 from milepost.server.options import ServerOptions
+from milepost.server.recent import MAX_RECENT_REQUESTS
+from milepost.server.why import SENTENCES
 
 
 @pytest.fixture
@@ -59,7 +63,10 @@ def test_a_probe_says_where_a_prompt_would_hit_and_why_not_further(server: Runni
     ).json()
     assert other["reason"] in ("diverged", "no_state")
     assert other["num_cached_tokens"] < same["num_cached_tokens"]
-    assert "DIFFERENT"[:4] in other["divergence_text"]
+    around = other["divergence"]
+    assert around["before"].endswith(text[190:200])
+    assert (around["marked"] + around["after"]).startswith("DIFF") and around["marked"]
+    assert other["sentence"] == SENTENCES[other["reason"]]
     cold = server.post("/ui/probe", {"prompt": "zzzz " * 40}).json()
     assert cold["num_cached_tokens"] == 0
     after = server.metrics()
@@ -73,12 +80,129 @@ def test_a_probe_says_where_a_prompt_would_hit_and_why_not_further(server: Runni
         ({"prompt": "a", "messages": []}, "prompt"),
         ({"prompt": ""}, "prompt"),
         ({"x": 1}, "x"),
+        ({"pasted": "a", "prompt": "a"}, "prompt"),
+        ({"pasted": " \n"}, "pasted"),
+        ({"pasted": '[{"role": "user"'}, "pasted"),
+        ({"pasted": '{"messages": 3}'}, "pasted"),
+        ({"pasted": '{"messages": [], "tools": 3}'}, "pasted"),
+        ({"pasted": "[]"}, "pasted"),
+        ({"pasted": '["a"]'}, "pasted"),
+        ({"pasted": '[{"role": "nobody", "content": "a"}]'}, "messages[0].role"),
+        ({"pasted": "a", "read_as": "poem"}, "read_as"),
     ],
 )
 def test_a_wrong_probe_is_explained(server: Running, body: dict[str, object], field: str) -> None:
     answer = server.post("/ui/probe", body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == field
+
+
+def lookup(server: Running, pasted: str, read_as: str = "auto") -> dict[str, object]:
+    answer = server.post("/ui/probe", {"pasted": pasted, "read_as": read_as})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_what_is_pasted_is_read_as_it_was_sent(server: Running) -> None:
+    text = "a question that is long enough to fill a unit of the cache, and a few more of them. " * 2
+    messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": text}]
+    wanted = server.post("/ui/probe", {"messages": messages}).json()
+    assert lookup(server, json.dumps(messages)) == wanted
+    assert lookup(server, json.dumps({"model": "x", "temperature": 0, "messages": messages})) == wanted
+    apart = {"system": "Be short.", "messages": messages[1:]}
+    assert lookup(server, json.dumps(apart)) == wanted
+    one = server.post("/ui/probe", {"messages": messages[1:]}).json()
+    assert lookup(server, text) == one
+    raw = server.post("/ui/probe", {"prompt": text}).json()
+    assert lookup(server, text, "text") == raw == lookup(server, json.dumps({"prompt": text}))
+    assert lookup(server, "[1, 2, 3]")["num_prompt_tokens"] == 3
+    braces = server.post("/ui/probe", {"messages": [{"role": "user", "content": "[not JSON"}]}).json()
+    assert lookup(server, "[not JSON", "message") == braces
+
+
+def test_json_that_is_none_is_said_with_its_place(server: Running) -> None:
+    answer = server.post("/ui/probe", {"pasted": '{"messages": [}'})
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 400
+    assert "begins like JSON but is none" in message and "line 1 column 15" in message
+    assert "one user message" in message
+
+
+def test_two_prompts_are_compared(server: Running) -> None:
+    same = "the same words at the beginning of both, for more than a unit of the cache, "
+    first, second = f"{same}then RED and more", f"{same}then BLUE and much more of it"
+    found = server.post("/ui/compare", {"first": {"prompt": first}, "second": {"prompt": second}}).json()
+    for side, whole in (("first", first), ("second", second)):
+        around = found[side]
+        assert whole.endswith(around["before"] + around["marked"] + around["after"])
+    assert found["first"]["before"] == found["second"]["before"]
+    assert found["first"]["marked"] != found["second"]["marked"]
+    common = found["num_common_tokens"]
+    assert 0 < found["num_reusable_tokens"] <= common < found["num_first_tokens"]
+    assert found["num_reusable_tokens"] == common // MATCH_UNIT * MATCH_UNIT
+    again = server.post("/ui/compare", {"first": {"prompt": first}, "second": {"prompt": first}}).json()
+    assert again["num_common_tokens"] == again["num_first_tokens"] == again["num_second_tokens"]
+    assert again["num_reusable_tokens"] < again["num_second_tokens"]
+    assert again["first"]["marked"] == again["second"]["after"] == ""
+
+
+def test_the_comparison_is_what_the_cache_does(server: Running) -> None:
+    """The second one reuses as much as was said, if a checkpoint lies there: the second time it does."""
+    system = "what both have in common, for several units of the cache and a few words beyond. " * 2
+    bodies = [{"messages": [{"role": "system", "content": system}, {"role": "user", "content": end}]}
+              for end in ("One question.", "Another question.")]  # fmt: skip
+    found = server.post("/ui/compare", {"first": bodies[0], "second": bodies[1]}).json()
+    for body in (bodies[0], bodies[1]):
+        assert server.post("/v1/chat/completions", {**body, "max_tokens": 1}).status_code == 200
+    server.wait_idle()
+    third = {"messages": [bodies[0]["messages"][0], {"role": "user", "content": "Yet another."}]}
+    assert server.post("/ui/probe", third).json()["num_cached_tokens"] == found["num_reusable_tokens"] > 0
+
+
+def test_a_side_that_cannot_be_read_is_named(server: Running) -> None:
+    answer = server.post("/ui/compare", {"first": {"prompt": "a"}, "second": {"pasted": " "}})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "second.pasted" and error["message"].startswith("the second prompt: ")
+
+
+def test_the_first_difference_is_whole_characters(server: Running) -> None:
+    pair = {"first": {"prompt": "one 😀 two"}, "second": {"prompt": "one 😁 two"}}
+    found = server.post("/ui/compare", pair).json()
+    assert found["first"]["before"] == found["second"]["before"]
+    assert (found["first"]["marked"].strip(), found["second"]["marked"].strip()) == ("😀", "😁")
+    assert "".join(found["first"].values()) == "one 😀 two"
+
+
+def test_finished_requests_say_why(server: Running) -> None:
+    text = "A secret plan, told at some length so that it fills more than one unit of the cache. " * 3
+    body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 2}
+    answers = [server.post("/v1/chat/completions", body).json() for _ in range(2)]
+    server.wait_idle()
+    answer = server.get("/ui/state")
+    newest, oldest = answer.json()["finished"]
+    for shown, sent in ((oldest, answers[0]), (newest, answers[1])):
+        reuse = sent["milepost"]["reuse"]
+        assert shown["request"] == sent["id"]
+        assert shown["num_prompt_tokens"] == sent["usage"]["prompt_tokens"]
+        assert shown["num_cached_tokens"] == reuse["cached_tokens"]
+        assert (shown["reason"], shown["first_divergence"]) == (reuse["reason"], reuse["first_divergence"])
+        assert shown["num_output_tokens"] == sent["usage"]["completion_tokens"]
+        assert 0 <= shown["time_to_first_token_seconds"] <= shown["seconds"]
+        assert shown["eviction"] is None and shown["load"] is None
+        assert abs(time.time() - shown["ended_at"]) < 60
+    assert oldest["sentence"] == SENTENCES["cold"] and newest["sentence"] == SENTENCES["hit"]
+    assert "secret" not in answer.text
+
+
+def test_only_the_last_ones_are_kept(server: Running) -> None:
+    for number in range(MAX_RECENT_REQUESTS + 3):
+        body = {"prompt": f"{number}", "max_tokens": 1}
+        assert server.post("/v1/completions", body).status_code == 200
+    server.wait_idle()
+    finished = server.get("/ui/state").json()["finished"]
+    assert len(finished) == MAX_RECENT_REQUESTS
+    assert [each["ended_at"] for each in finished] == sorted((e["ended_at"] for e in finished), reverse=True)
 
 
 def test_another_tenants_cache_is_not_shown(tmp_path: Path) -> None:
@@ -98,4 +222,6 @@ def test_another_tenants_cache_is_not_shown(tmp_path: Path) -> None:
         assert found["one"] > 0 and found["two"] == 0
         for key, status in (("one", 403), ("boss", 200)):
             headers = {"authorization": f"Bearer {key}"}
-            assert HTTP.get(f"{server.url}/ui/state", headers=headers).status_code == status
+            answer = HTTP.get(f"{server.url}/ui/state", headers=headers)
+            assert answer.status_code == status
+            assert ("finished" in answer.json()) is (key == "boss")

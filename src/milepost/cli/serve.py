@@ -53,23 +53,25 @@ def serve_model(
     def on_listening(address: str) -> None:
         spare_collections()
         console.print(
-            f"listening on [bold]{address}[/bold] (OpenAI API at {address}/v1)",
+            f"listening on [bold]{address}[/bold] (OpenAI API at {address}/v1; the cache at {address}/ui)",
             highlight=False,
             soft_wrap=True,
         )
 
     def on_draining(num_open: int) -> None:
+        text = "draining: no request is open"
         if num_open:
-            console.print(
-                f"stopping: {num_open} open requests may go on for {server_options.drain_seconds:g} s; "
-                "a second signal ends them",
-                highlight=False,
-                soft_wrap=True,
+            requests = "1 open request" if num_open == 1 else f"{num_open} open requests"
+            text = (
+                f"draining: {requests} may go on for {server_options.drain_seconds:g} s; a second signal "
+                "ends them"
             )
+        console.print(text, highlight=False, soft_wrap=True)
 
     with bind(host, port) as listener:
         try:
             Server(load_model, listener, on_listening, server_options, on_draining).serve_until_stopped()
+            console.print("stopped", highlight=False)
         finally:
             # Or what start-up left in cycles would be there when the interpreter ends.
             gc.unfreeze()

@@ -42,6 +42,7 @@ from milepost.server.middleware import Gate
 from milepost.server.options import ServerOptions
 from milepost.server.peer_app import PeerServer, open_peer_server
 from milepost.server.peer_metrics import PeerCollector
+from milepost.server.recent import RecentRequests
 from milepost.server.state import Phase, ServerState
 from milepost.server.tracing import RequestTracer, otlp_exporter
 from milepost.stores.sockets import bound_socket
@@ -112,6 +113,8 @@ class Startup:
         if self._peers is not None:
             app.state.metrics.registry.register(PeerCollector(self._peers.app, app.state.metrics.labels))
         model.engine.add_observer(app.state.metrics)
+        app.state.recent = RecentRequests(time.time)
+        model.engine.add_observer(app.state.recent)
         if self._options.otlp_traces_endpoint is not None:
             self._tracer = RequestTracer(model.name, otlp_exporter(self._options.otlp_traces_endpoint))
             model.engine.add_observer(self._tracer)

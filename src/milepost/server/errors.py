@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match
 
 from milepost.engine.manifests import StoresUnavailable
 from milepost.engine.messages import (
@@ -92,6 +93,34 @@ def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+MAX_PATH_SEGMENTS = 16
+
+
+def near_path(app: FastAPI, method: str, path: str) -> str | None:
+    """The path below which the end of `path` is a route: what a client with a wrong base URL meant."""
+    segments = [segment for segment in path.split("/") if segment]
+    if len(segments) > MAX_PATH_SEGMENTS:
+        return None
+    for first in range(len(segments)):
+        tail = "/" + "/".join(segments[first:])
+        for candidate in (f"/v1{tail}", tail):
+            scope = {"type": "http", "path": candidate, "method": method, "root_path": "", "headers": []}
+            if candidate != path and any(route.matches(scope)[0] is Match.FULL for route in app.routes):
+                return candidate
+    return None
+
+
+def _path_hint(path: str, near: str | None) -> str:
+    if near is None:
+        return "; the API is below /v1, and /ui shows the cache" if path == "/" else ""
+    hint = f"; did you mean {near}?"
+    if near.startswith(ANTHROPIC_PATH):
+        return f"{hint} The base URL of Anthropic's clients is http://HOST:PORT, without /v1"
+    if near.startswith("/v1/"):
+        return f"{hint} The base URL of OpenAI's clients is http://HOST:PORT/v1"
+    return hint
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Make every way to fail answer in the same form."""
 
@@ -105,9 +134,13 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http_exception(request: Request, error: HTTPException) -> JSONResponse:
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        path, message = request.url.path, f"{request.method} {request.url.path}: {error.detail}"
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-        body = shaped_for(request.url.path, error.status_code, _body(message, kind, None, None))
+        if error.status_code == 404:
+            near = near_path(app, request.method, path)
+            message += _path_hint(path, near)
+            path = near or path
+        body = shaped_for(path, error.status_code, _body(message, kind, None, None))
         return JSONResponse(body, error.status_code, headers=error.headers)
 
     @app.exception_handler(RequestValidationError)

@@ -14,7 +14,6 @@ from importlib import resources
 from typing import Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse
 
@@ -23,15 +22,22 @@ from milepost.core.hashing import KeyChain
 from milepost.core.inspection import view_cache, view_requests
 from milepost.core.request import CacheDomain, ReuseReport
 from milepost.core.scheduler import Scheduler
-from milepost.engine.markers import MarkerList
-from milepost.engine.params import checked_token_ids
 from milepost.engine.serving import ServingModel, cache_domain
 from milepost.errors import RequestError
 from milepost.server.access import caller_of
-from milepost.server.conversation import checked_messages, checked_tools
 from milepost.server.docs import json_body
 from milepost.server.generation import Service
+from milepost.server.pasted import (
+    Comparison,
+    PairBody,
+    PromptBody,
+    compare,
+    passage,
+    prompt_tokens,
+    read_prompt,
+)
 from milepost.server.schema import parse_body
+from milepost.server.why import SENTENCES, WITHOUT_PLACE
 
 router = APIRouter()
 
@@ -44,18 +50,6 @@ _HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
-
-
-class ProbeBody(BaseModel):
-    """A prompt to look up: text or token ids, or a conversation."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    prompt: str | list[int] | None = None
-    messages: list[Any] | None = None
-    tools: list[Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    cache_salt: str | None = None
 
 
 @lru_cache(maxsize=1)
@@ -101,6 +95,8 @@ async def state(request: Request) -> JSONResponse:
         "restored_checkpoints": counters.num_restored_checkpoints,
         "states_by_reason": stats.states_by_reason,
     }
+    view["finished"] = request.app.state.recent.views()
+    view["sentences"] = dict(SENTENCES)
     return JSONResponse(view, headers={"cache-control": "no-store"})
 
 
@@ -112,28 +108,30 @@ def _view(scheduler: Scheduler, now: float) -> dict[str, Any]:
     return {"cache": dataclasses.asdict(cache), "requests": [dataclasses.asdict(r) for r in requests]}
 
 
-@router.post("/ui/probe", include_in_schema=False, openapi_extra=json_body(ProbeBody))
+@router.post("/ui/probe", include_in_schema=False, openapi_extra=json_body(PromptBody))
 async def probe(request: Request) -> JSONResponse:
     """Where a prompt would hit in the caller's own domain now, and why not further. Changes nothing."""
     service: Service = request.app.state.service
-    body = await parse_body(ProbeBody, request)
+    body = read_prompt(await parse_body(PromptBody, request))
     caller = caller_of(request)
     domain = cache_domain(body.cache_salt, caller.key, is_separate=caller.is_separate)
-    tokens = await asyncio.to_thread(_tokens, service.model, body)
+    tokens = await asyncio.to_thread(prompt_tokens, service.model, body)
 
     def look(scheduler: Scheduler, now: float) -> ReuseReport:
         return _report(scheduler, tokens, domain)
 
     report = await asyncio.wrap_future(service.model.engine.look(look))
-    text = service.model.tokenizer.decode
+    tokenizer = service.model.tokenizer
+    text = tokenizer.decode
     reused = report.num_cached_tokens
-    around = report.divergence_position if report.divergence_position is not None else reused
+    split = None if report.reason in WITHOUT_PLACE else report.divergence_position
     return JSONResponse(
         {
             **dataclasses.asdict(report),
             "reused_text": text(tokens[:reused].tolist())[-400:],
             "next_text": text(tokens[reused : reused + 40].tolist()),
-            "divergence_text": text(tokens[max(0, around - 10) : around + 20].tolist()),
+            "sentence": SENTENCES[report.reason],
+            "divergence": None if split is None else dataclasses.asdict(passage(tokenizer, tokens, split)),
         },
         headers={"cache-control": "no-store"},
     )
@@ -145,22 +143,27 @@ def _report(scheduler: Scheduler, tokens: array[int], domain: CacheDomain) -> Re
     return reuse_report(cache, cache.match(chain, len(tokens)), chain, len(tokens))
 
 
-def _tokens(model: ServingModel, body: ProbeBody) -> array[int]:
-    if (body.prompt is None) == (body.messages is None):
-        raise RequestError("prompt", "give either `prompt` or `messages`")
-    if body.messages is not None:
-        rendered = model.chat.render(
-            checked_messages(body.messages, MarkerList()),
-            checked_tools(body.tools, MarkerList()),
-            variables=body.chat_template_kwargs,
-            find_boundaries=False,
-            max_model_len=model.max_model_len,
-        )
-        tokens = rendered.token_ids
-    elif isinstance(body.prompt, str):
-        tokens = model.encode_prompt(body.prompt)
-    else:
-        tokens = array("I", checked_token_ids("prompt", body.prompt or [], model.vocab_size))
-    if not tokens:
-        raise RequestError("prompt", "is empty")
-    return tokens
+@router.post("/ui/compare", include_in_schema=False, openapi_extra=json_body(PairBody))
+async def compare_prompts(request: Request) -> JSONResponse:
+    """Where two prompts part, as the model would get them. Looks at no cache."""
+    service: Service = request.app.state.service
+    body = await parse_body(PairBody, request)
+
+    def work() -> Comparison:
+        return compare(service.model, _side(service.model, "first", body.first),
+                       _side(service.model, "second", body.second))  # fmt: skip
+
+    found = await asyncio.to_thread(work)
+    return JSONResponse(dataclasses.asdict(found), headers={"cache-control": "no-store"})
+
+
+def _side(model: ServingModel, name: str, body: PromptBody) -> array[int]:
+    try:
+        return prompt_tokens(model, read_prompt(body))
+    except RequestError as error:
+        raise RequestError(
+            f"{name}.{error.param}" if error.param else name,
+            f"the {name} prompt: {error}",
+            code=error.code,
+            status=error.status,
+        ) from None
