@@ -21,6 +21,7 @@ from milepost.engine.segments import SegmentCodec
 from milepost.errors import ConfigError, StoreError
 from milepost.stores.address import StoreAddress, open_stores, parse_addresses
 from milepost.stores.folder import SegmentFolder
+from milepost.stores.inspection import open_folder, scan
 from milepost.stores.peer_nixl import READ_AREA_BYTES
 from milepost.stores.peer_options import PeerServing, bound, parse_serving
 from milepost.stores.peer_protocol import MAX_HEAD_BYTES
@@ -186,10 +187,38 @@ def connect_stores(
         log.info(
             "stores, fastest first: %s; fingerprint %s", ", ".join(tiers.names), identity.fingerprint[:16]
         )
+        for address in addresses:
+            if address.kind == "file":
+                log.info("store %s: %s", address.name, found_text(Path(address.path), identity.fingerprint))
     if serving is None:
         return None
     largest = serving.area_bytes - MAX_HEAD_BYTES
     return PeerOffer(CacheSource(engine, scheduler, geometry, codec, largest), serving)
+
+
+def found_text(folder: Path, fingerprint: str) -> str:
+    """What a folder of segments holds for the model of `fingerprint`, and for others."""
+    opened = open_folder(folder)
+    try:
+        files = scan(opened)
+    except StoreError as error:  # busy: no reason not to start
+        return f"what {folder} holds was not counted: {error}"
+    finally:
+        opened.close()
+    mine = [file.num_bytes for file in files if file.path.startswith(f"{fingerprint}/")]
+    text = f"found {_count_text(len(mine), sum(mine))} of this model in {folder}"
+    others = len(files) - len(mine)
+    if others:
+        num_bytes = sum(file.num_bytes for file in files) - sum(mine)
+        text += f", and {_count_text(others, num_bytes)} of other models or settings, which it cannot use"
+    return text
+
+
+def _count_text(num_segments: int, num_bytes: int) -> str:
+    if not num_segments:
+        return "no segments"
+    noun = "segment" if num_segments == 1 else "segments"
+    return f"{num_segments:,} {noun} ({num_bytes / (1 << 20):,.1f} MiB)"
 
 
 def connect_events(engine: Engine, options: StoreOptions, match_unit: int) -> ZmqPublisher | None:
