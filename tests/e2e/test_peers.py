@@ -140,7 +140,7 @@ def test_without_the_secret_nothing_is_given(tmp_path: Path, generate: Generate)
         conversation = Conversation(generate, Random(1))
         conversation.turn(first, 100)
         turn = conversation.turn(second)
-        assert turn.told.num_cached_tokens == 0 and turn.told.load in ("not_found", "too_late")
+        assert turn.told.num_cached_tokens == 0 and turn.told.load in ("failed", "too_late")
         assert first.metric("milepost:peer_refused_total") >= 1
         assert second.metric("milepost:store_segments_total", outcome="error") >= 1
     finally:

@@ -101,6 +101,8 @@ def replica(
     caching: bool = True,
     max_num_batched_tokens: int = 256,
     audit: AuditConfig | None = None,
+    always_loads: bool = True,
+    max_load_seconds: float | None = None,
 ) -> Iterator[Replica]:
     geometry = model.geometry(UNIT)
     config = SchedulerConfig(max_num_batched_tokens, max_num_seqs, max_model_len=4096)
@@ -110,7 +112,7 @@ def replica(
     tiers = Tiers(stores) if stores else None
     if tiers is not None:
         codec = SegmentCodec(geometry, worker.pools, fingerprint, time.time)
-        engine.use_tiers(tiers, codec, always_loads=True)
+        engine.use_tiers(tiers, codec, always_loads=always_loads, max_load_seconds=max_load_seconds)
     engine.start()
     try:
         yield Replica(engine, scheduler, tiers, worker)

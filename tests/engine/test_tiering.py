@@ -228,7 +228,7 @@ def test_a_store_that_hangs_delays_nobody_longer_than_computing_would(
             time.sleep(0.4)
             return [None] * len(keys)
 
-    with replica(model, tokenizer, Hanging(file_store(tmp_path))) as second:  # type: ignore[arg-type]
+    with replica(model, tokenizer, Hanging(file_store(tmp_path)), always_loads=False) as second:  # type: ignore[arg-type]
         tiering = second.engine.tiering
         assert tiering is not None
         tiering.seconds_per_token = 0.0001
@@ -243,7 +243,7 @@ def test_loading_that_takes_longer_than_computing_is_not_chosen(
 ) -> None:
     with replica(model, tokenizer, file_store(tmp_path)) as first:
         first.ask(words(1, 40), 1)
-    with replica(model, tokenizer, file_store(tmp_path)) as second:
+    with replica(model, tokenizer, file_store(tmp_path), always_loads=False) as second:
         tiering = second.engine.tiering
         assert tiering is not None
         tiering.seconds_per_token = 1e-6

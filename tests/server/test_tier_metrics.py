@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.engine.replicas import UNIT, Replica, file_store, replica, words
 
 from milepost.core.hashing import CacheDomain
-from milepost.engine.lookups import LOOKUP_OUTCOMES
+from milepost.engine.load_outcomes import LOOKUP_OUTCOMES
 from milepost.engine.named import NamedConversations
 from milepost.engine.named_messages import Meant
 from milepost.engine.serving import EMBEDDED_MODEL

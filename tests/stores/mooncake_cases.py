@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.stores.segments import IDENTITY, SECONDS, chain, keys, payload, segment
+from tests.stores.segments import IDENTITY, LATE, SECONDS, chain, keys, payload, segment
 from tests.stores.services import Server, free_port, start_mooncake
 
 from milepost.errors import StoreError
@@ -99,14 +99,14 @@ def test_the_death_of_an_owner_is_a_miss(server: Server) -> None:
     owner = start_owner(server, "orphaned")
     store = GuardedStore(MooncakeStore(connect(server), IDENTITY))
     wanted = chain("orphaned", 4, record_bytes=100_000)
-    assert None not in store.load(keys(wanted), deadline_seconds=SECONDS)
+    assert all(store.load(keys(wanted), deadline_seconds=SECONDS))
     kill(owner)
     begin = time.monotonic()
     while time.monotonic() < begin + 6:
         loaded = store.load(keys(wanted), deadline_seconds=2.0)
         for each, want in zip(loaded, wanted, strict=True):
-            assert each is None or payload(each) == payload(want)
-    assert loaded == [None] * 4
+            assert not each or payload(each) == payload(want)
+    assert not any(loaded)
     # They are computed again, and ours now.
     assert store.save(wanted, deadline_seconds=SECONDS) == [True] * 4
     assert [payload(each) for each in store.load(keys(wanted), deadline_seconds=SECONDS)] == [
@@ -122,7 +122,7 @@ def test_a_master_that_dies_is_found_again(server: Server) -> None:
     assert store.save(segments, deadline_seconds=SECONDS) == [True] * 3
     server.kill()
     for _ in range(5):
-        assert store.load(keys(segments), deadline_seconds=1.0) == [None] * 3
+        assert not any(store.load(keys(segments), deadline_seconds=1.0))
         assert store.save(segments, deadline_seconds=1.0) == [False] * 3
     assert store.breaker.is_open
     server.start()
@@ -174,8 +174,8 @@ def test_a_hanging_master_costs_the_deadline_and_stops_no_other_thread(server: S
     server.process.send_signal(signal.SIGSTOP)
     try:
         begin = time.monotonic()
-        assert store.lookup(keys(segments), deadline_seconds=0.3) == [None, None]
-        assert store.load(keys(segments), deadline_seconds=0.3) == [None, None]
+        assert store.lookup(keys(segments), deadline_seconds=0.3) == [LATE, LATE]
+        assert store.load(keys(segments), deadline_seconds=0.3) == [LATE, LATE]
         assert store.save(segments, deadline_seconds=0.3) == [False, False]
         assert time.monotonic() - begin < 3
         assert store.outcomes.get(oc.LOOKUP, oc.TIMEOUT) == 2
@@ -223,8 +223,8 @@ def test_a_full_pool_saves_less_and_breaks_nothing(server: Server) -> None:
     num_read = 0
     for each in segments:
         (loaded,) = store.load([each.header.key], deadline_seconds=SECONDS)
-        assert loaded is None or payload(loaded) == payload(each)
-        num_read += loaded is not None
+        assert not loaded or payload(loaded) == payload(each)
+        num_read += bool(loaded)
     assert 8 <= num_read <= saved.count(True)
     store.close()
 
@@ -262,7 +262,7 @@ def test_a_tier_among_others(server: Server, tmp_path: Path) -> None:
     wanted = chain("promoted", 4, record_bytes=100_000)
     found = tiers.find(keys(wanted), deadline_seconds=SECONDS).result(SECONDS)
     assert [each.tier for each in found] == [1] * 4
-    assert None not in tiers.load(found, deadline_seconds=SECONDS).result(SECONDS)
+    assert all(tiers.load(found, deadline_seconds=SECONDS).result(SECONDS))
     assert tiers.flush(SECONDS)
     kill(owner)
     server.kill()
@@ -316,8 +316,8 @@ def wait_for(store: MooncakeStore, segments: list[StoredSegment], wanted: list[b
         except StoreError:
             loaded = [None] * len(segments)
         for each, want in zip(loaded, segments, strict=True):
-            assert each is None or payload(each) == payload(want)
-        if [each is not None for each in loaded] == wanted:
+            assert not each or payload(each) == payload(want)
+        if [bool(each) for each in loaded] == wanted:
             return
         assert time.monotonic() < end, store.outcomes.snapshot()
         time.sleep(0.3)

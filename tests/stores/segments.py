@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from hashlib import sha256
 
-from milepost.stores.port import PoolPart, SegmentHeader, StoredSegment
+from milepost.stores import outcomes as oc
+from milepost.stores.port import PoolPart, SegmentHeader, StoredSegment, Unanswered
 from milepost.stores.segment_format import Identity
 
 FINGERPRINT = "ab" * 32
@@ -14,6 +15,8 @@ IDENTITY = Identity(FINGERPRINT)
 MATCH_UNIT = 16
 SECONDS = 20.0
 """A deadline that is not what a test is about."""
+LATE, BROKEN, LEFT_ALONE = (Unanswered(each) for each in (oc.TIMEOUT, oc.ERROR, oc.BREAKER_OPEN))
+"""What stands for the answer of a store that gave none."""
 
 
 def key_of(*parts: object) -> bytes:

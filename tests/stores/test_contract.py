@@ -10,6 +10,7 @@ from tests.stores.harness import Harness
 from tests.stores.segments import (
     FINGERPRINT,
     IDENTITY,
+    LATE,
     OTHER_FINGERPRINT,
     SECONDS,
     chain,
@@ -224,7 +225,7 @@ def test_a_deadline_that_has_passed_is_a_miss_and_saves_nothing(harness: Harness
     store = harness.open()
     segments = chain("late", 3)
     store.save(segments[:2], deadline_seconds=SECONDS)
-    assert store.load(keys(segments), deadline_seconds=0.0) == [None] * 3
+    assert store.load(keys(segments), deadline_seconds=0.0) == [LATE] * 3
     assert store.outcomes.get(oc.LOAD, oc.TIMEOUT) == 3
     assert store.save(segments[2:], deadline_seconds=0.0) == [False]
     assert store.outcomes.get(oc.SAVE, oc.TIMEOUT) == 1

@@ -7,7 +7,18 @@ import time
 from collections.abc import Callable
 
 import pytest
-from tests.stores.segments import IDENTITY, SECONDS, chain, key_of, keys, payload, segment
+from tests.stores.segments import (
+    BROKEN,
+    IDENTITY,
+    LATE,
+    LEFT_ALONE,
+    SECONDS,
+    chain,
+    key_of,
+    keys,
+    payload,
+    segment,
+)
 
 from milepost.errors import InvariantError, StoreError
 from milepost.stores import outcomes as oc
@@ -89,7 +100,7 @@ def test_a_call_that_hangs_is_abandoned_and_its_late_result_ignored(gate: thread
     store.save(segments, deadline_seconds=SECONDS)
     inner.before = lambda: None if gate.wait(30) else None
     begin = time.monotonic()
-    assert store.load(keys(segments), deadline_seconds=0.05) == [None, None]
+    assert store.load(keys(segments), deadline_seconds=0.05) == [LATE, LATE]
     assert time.monotonic() - begin < 5
     assert store.outcomes.get(oc.LOAD, oc.TIMEOUT) == 2
     gate.set()
@@ -100,8 +111,8 @@ def test_a_call_that_hangs_is_abandoned_and_its_late_result_ignored(gate: thread
 
 def test_errors_are_misses() -> None:
     store = GuardedStore(ScriptedStore(broken), GuardOptions(failures_to_open=100))
-    assert store.lookup([KEY], deadline_seconds=SECONDS) == [None]
-    assert store.load([KEY, KEY], deadline_seconds=SECONDS) == [None, None]
+    assert store.lookup([KEY], deadline_seconds=SECONDS) == [BROKEN]
+    assert store.load([KEY, KEY], deadline_seconds=SECONDS) == [BROKEN, BROKEN]
     assert store.save([segment("error")], deadline_seconds=SECONDS) == [False]
     assert store.remove([KEY], deadline_seconds=SECONDS) == 0
     assert store.outcomes.snapshot() == {
@@ -112,11 +123,24 @@ def test_errors_are_misses() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("how", ["error", "late", "a part is late"])
+def test_a_store_that_says_nothing_is_not_said_to_lack_anything(how: str, gate: threading.Event) -> None:
+    inner = ScriptedStore(broken if how == "error" else lambda: None)
+    store = GuardedStore(inner)
+    if how == "late":
+        inner.before = lambda: None if gate.wait(30) else None
+    if how == "a part is late":
+        inner.lookup = lambda keys, **options: [None, LATE]
+    assert store.lacking([KEY, key_of("other")], 0.05) == ([KEY] if how == "a part is late" else [])
+    inner.before, store = lambda: None, GuardedStore(ScriptedStore())
+    assert store.lacking([KEY], SECONDS) == [KEY]
+
+
 def test_a_store_that_answers_with_another_number_of_results_is_in_error() -> None:
     inner = ScriptedStore()
     inner.lookup = lambda *args, **options: []
     store = GuardedStore(inner)
-    assert store.lookup([KEY], deadline_seconds=SECONDS) == [None]
+    assert store.lookup([KEY], deadline_seconds=SECONDS) == [BROKEN]
     assert store.outcomes.get(oc.LOOKUP, oc.ERROR) == 1
 
 
@@ -132,8 +156,9 @@ def test_the_breaker_opens_probes_and_closes() -> None:
         broken()
 
     inner.before = count
-    for _ in range(10):
-        assert store.lookup([KEY], deadline_seconds=SECONDS) == [None]
+    for number in range(10):
+        wanted = BROKEN if number < 3 else LEFT_ALONE
+        assert store.lookup([KEY], deadline_seconds=SECONDS) == [wanted]
     assert num_calls == 3 and store.breaker.is_open
     assert store.outcomes.get(oc.LOOKUP, oc.BREAKER_OPEN) == 7
     # One probe after two seconds; then the pause doubles.
@@ -221,7 +246,7 @@ def test_a_short_deadline_says_nothing_about_the_store_unless_all_threads_hang(g
     inner = ScriptedStore(lambda: None if gate.wait(30) else None)
     options = GuardOptions(failures_to_open=1, patience_seconds=0.5, num_threads=2)
     store = GuardedStore(inner, options)
-    assert store.lookup([KEY], deadline_seconds=0.02) == [None]
+    assert store.lookup([KEY], deadline_seconds=0.02) == [LATE]
     assert not store.breaker.is_open
     store.lookup([KEY], deadline_seconds=0.02)
     assert store.breaker.is_open
@@ -358,7 +383,7 @@ def test_damage_is_found_by_the_reader(fault: str, outcome: str) -> None:
     num_misses = loaded.count(None)
     assert 3 < num_misses < 17
     for stored, each in zip(loaded, segments, strict=True):
-        assert stored is None or payload(stored) == payload(each)
+        assert not stored or payload(stored) == payload(each)
     found = store.outcomes.snapshot()
     # A flipped bit may be in the version.
     assert found.get((oc.LOAD, oc.CORRUPT), 0) + found.get((oc.LOAD, oc.FOREIGN), 0) == num_misses

@@ -12,7 +12,18 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.stores.segments import IDENTITY, SECONDS, chain, key_of, keys, payload, segment
+from tests.stores.segments import (
+    BROKEN,
+    IDENTITY,
+    LATE,
+    LEFT_ALONE,
+    SECONDS,
+    chain,
+    key_of,
+    keys,
+    payload,
+    segment,
+)
 
 from milepost.errors import StoreError
 from milepost.stores import outcomes as oc
@@ -256,7 +267,7 @@ def test_a_peer_that_dies_in_the_middle_leaves_what_came_before(num_bytes: int) 
         loaded = store.load(keys([first, second]), deadline_seconds=SECONDS)
         if loaded[0] is not None:  # a reset may overtake what was sent
             assert payload(loaded[0]) == payload(first)
-        assert loaded[1] is None
+        assert loaded[1] == BROKEN
         assert store.outcomes.get(oc.LOAD, oc.ERROR) == 1
 
 
@@ -264,7 +275,7 @@ def test_an_answer_that_ends_between_two_segments_is_a_timeout() -> None:
     first, second = chain("late", 2)
     with store_of(always(whole(frames(object_of(first))))) as (store, _):
         loaded = store.load(keys([first, second]), deadline_seconds=SECONDS)
-        assert payload(loaded[0]) == payload(first) and loaded[1] is None
+        assert payload(loaded[0]) == payload(first) and loaded[1] == LATE
         assert store.outcomes.get(oc.LOAD, oc.TIMEOUT) == 1
 
 
@@ -291,10 +302,10 @@ def test_a_peer_that_is_not_there_opens_the_breaker_and_is_found_when_it_comes()
         port = peer.port
         peer.close()
         for _ in range(3):
-            assert guarded.load([sound.header.key], deadline_seconds=1.0) == [None]
+            assert guarded.load([sound.header.key], deadline_seconds=1.0) == [BROKEN]
         assert guarded.breaker.is_open
         begin = time.monotonic()
-        assert guarded.load([sound.header.key], deadline_seconds=1.0) == [None]
+        assert guarded.load([sound.header.key], deadline_seconds=1.0) == [LEFT_ALONE]
         assert time.monotonic() - begin < 0.5
         assert guarded.outcomes.get(oc.LOAD, oc.BREAKER_OPEN) == 1
         assert port == peer.port

@@ -11,7 +11,18 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from tests.stores.harness import RedisHarness
-from tests.stores.segments import IDENTITY, OTHER_FINGERPRINT, SECONDS, chain, keys, payload, segment
+from tests.stores.segments import (
+    BROKEN,
+    IDENTITY,
+    LATE,
+    LEFT_ALONE,
+    OTHER_FINGERPRINT,
+    SECONDS,
+    chain,
+    keys,
+    payload,
+    segment,
+)
 from tests.stores.services import Server, start_redis
 from tests.stores.test_lru_model import BUDGET_BYTES, LruMachine, MemoryMachine
 
@@ -122,8 +133,9 @@ def test_a_dead_server_is_a_miss_and_comes_back(server: Server) -> None:
     segments = chain("dead", 2)
     assert store.save(segments, deadline_seconds=SECONDS) == [True, True]
     server.kill()
-    for _ in range(4):
-        assert store.load(keys(segments), deadline_seconds=SECONDS) == [None, None]
+    for number in range(4):
+        wanted = BROKEN if number < 2 else LEFT_ALONE
+        assert store.load(keys(segments), deadline_seconds=SECONDS) == [wanted, wanted]
     assert store.save(segments, deadline_seconds=SECONDS) == [False, False]
     assert store.outcomes.get(oc.LOAD, oc.ERROR) == 4 and store.outcomes.get(oc.LOAD, oc.BREAKER_OPEN) == 4
     server.start()
@@ -148,12 +160,12 @@ def test_a_hanging_server_costs_the_deadline(server: Server) -> None:
         with pytest.raises(StoreTimeoutError):
             store.load(keys(segments), deadline_seconds=0.1)
         guarded = GuardedStore(store)
-        assert guarded.lookup(keys(segments), deadline_seconds=0.3) == [None, None]
+        assert guarded.lookup(keys(segments), deadline_seconds=0.3) == [LATE, LATE]
         assert guarded.outcomes.get(oc.LOOKUP, oc.TIMEOUT) == 2
         assert time.monotonic() - begin < 5
     finally:
         server.process.send_signal(signal.SIGCONT)
-    assert None not in store.load(keys(segments), deadline_seconds=SECONDS)
+    assert all(store.load(keys(segments), deadline_seconds=SECONDS))
     store.close()
 
 

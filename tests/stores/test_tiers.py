@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.stores.segments import IDENTITY, SECONDS, chain, keys, payload, segment
-from tests.stores.test_guard import ScriptedStore
+from tests.stores.segments import BROKEN, IDENTITY, LATE, LEFT_ALONE, SECONDS, chain, keys, payload, segment
+from tests.stores.test_guard import ScriptedStore, broken
 
 from milepost.errors import InvariantError, StoreError
 from milepost.stores import outcomes as oc
@@ -20,7 +20,7 @@ from milepost.stores.faulty import Faults, FaultyStore
 from milepost.stores.file import FileStore
 from milepost.stores.guard import GuardOptions
 from milepost.stores.memory import MemoryStore
-from milepost.stores.tiers import Tiers, TiersOptions
+from milepost.stores.tiers import Found, Tiers, TiersOptions
 
 NOTHING: Callable[[bool], None] = lambda saved: None  # noqa: E731
 
@@ -149,7 +149,39 @@ def test_every_tier_can_be_asked_for_itself(
     assert each == [[segments[0].header, None, None], [None, segments[1].header, segments[2].header]]
     stores[0].before = waiting(gate)
     fast, slow = tiers.find_each(keys(segments), deadline_seconds=0.1).result(SECONDS)
-    assert not any(fast or ()) and slow == each[1], "one that hangs is not waited for"
+    assert fast == [LATE] * 3 and slow == each[1], "one that hangs is not waited for"
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("how", ["error", "late", "left alone", "a part is late"])
+def test_a_tier_that_says_nothing_may_have_it(
+    tiers: Tiers, stores: list[ScriptedStore], gate: threading.Event, which: int, how: str
+) -> None:
+    """What one tier lacks is absent only if all of them said so."""
+    segments = chain("silent", 3)
+    put(stores[0], segments[:1])
+    put(stores[1], segments[:1])
+    silent = stores[which]
+    wanted = {"error": BROKEN, "left alone": LEFT_ALONE}.get(how, LATE)
+    if how == "left alone":
+        for _ in range(3):
+            tiers._stores[which].breaker.failed()
+    if how == "a part is late":
+        late = {each.header.key for each in segments[1:]}
+
+        def some(keys: list[bytes], *, deadline_seconds: float) -> list[object]:
+            return [LATE if key in late else None for key in keys]
+
+        silent.lookup = some  # type: ignore[assignment]
+    if how in ("error", "late"):
+        silent.before = waiting(gate) if how == "late" else broken
+    first, *others = find(tiers, segments, seconds=0.4)
+    assert isinstance(first, Found) and first.tier == (0 if which else 1) or how == "a part is late"
+    assert others == [wanted] * 2
+    # Also where it was found before.
+    found = [Found(each.header, which) for each in segments[1:]]
+    if how != "a part is late":
+        assert load(tiers, found, seconds=0.4) == [wanted] * 2
 
 
 def test_what_a_slow_tier_gave_is_promoted(tiers: Tiers, stores: list[ScriptedStore]) -> None:
@@ -186,7 +218,7 @@ def test_a_transfer_in_flight_is_shared(
     first = tiers.load(found[:3], deadline_seconds=SECONDS)
     second = tiers.load(found[1:], deadline_seconds=SECONDS)
     hurried = tiers.load(found[:2], deadline_seconds=0.05)
-    assert hurried.result(SECONDS) == [None, None]
+    assert hurried.result(SECONDS) == [LATE, LATE]
     assert not first.done() and not second.done()
     gate.set()
     assert [payload(each) for each in first.result(SECONDS)] == [payload(each) for each in segments[:3]]
@@ -202,7 +234,7 @@ def test_nobody_joins_a_transfer_that_is_late(
     put(stores[0], segments)
     found = find(tiers, segments)
     stores[0].before = waiting(gate)
-    assert load(tiers, found, seconds=0.03) == [None]
+    assert load(tiers, found, seconds=0.03) == [LATE]
     stores[0].before = lambda: None
     assert payload(load(tiers, found)[0]) == payload(segments[0])
 
@@ -216,12 +248,13 @@ def test_an_answer_is_there_at_its_deadline_whatever_hangs(
     found = find(tiers, segments)
     stores[1].before = waiting(gate)
     begin = time.monotonic()
-    assert [each and each.tier for each in find(tiers, segments, seconds=0.5)] == [0, None]
+    first, second = find(tiers, segments, seconds=0.5)
+    assert first and first.tier == 0 and second == LATE
     loaded = load(tiers, found, seconds=0.5)
-    assert payload(loaded[0]) == payload(segments[0]) and loaded[1] is None
+    assert payload(loaded[0]) == payload(segments[0]) and loaded[1] == LATE
     # Every thread of the lookups hangs by now; later ones answer in time all the same.
     for _ in range(10):
-        assert find(tiers, segments, seconds=0.02)[1] is None
+        assert find(tiers, segments, seconds=0.02)[1] in (LATE, LEFT_ALONE)
     assert time.monotonic() - begin < 10
 
 
@@ -252,7 +285,7 @@ def test_what_was_loaded_before_the_deadline_counts(
     stores[0].before = hang_in_the_second
     loaded = load(tiers, found, seconds=1.0)
     assert [payload(each) for each in loaded[:2]] == [payload(each) for each in segments[:2]]
-    assert loaded[2:] == [None, None]
+    assert loaded[2:] == [LATE, LATE]
     gate.set()
     tiers.close()
 
@@ -460,7 +493,7 @@ def test_closing_ends_everything(stores: list[ScriptedStore], gate: threading.Ev
         tiers.save(segment(("closing", index), record_bytes=12 << 20), done.append)
     closer = threading.Thread(target=tiers.close, args=(0.05,))
     closer.start()
-    assert finding.result(SECONDS) == [None] * 3 and loading.result(SECONDS) == [None] * 3
+    assert finding.result(SECONDS) == [LATE] * 3 and loading.result(SECONDS) == [LATE] * 3
     gate.set()
     closer.join(SECONDS)
     assert not closer.is_alive()
@@ -469,8 +502,8 @@ def test_closing_ends_everything(stores: list[ScriptedStore], gate: threading.Ev
         assert time.monotonic() < end
         time.sleep(0.001)
     assert not tiers.save(segment("after"), done.append)
-    assert tiers.find(keys(segments), deadline_seconds=SECONDS).result(1) == [None] * 3
-    assert tiers.load(found, deadline_seconds=SECONDS).result(1) == [None] * 3
+    assert tiers.find(keys(segments), deadline_seconds=SECONDS).result(1) == [LATE] * 3
+    assert tiers.load(found, deadline_seconds=SECONDS).result(1) == [LATE] * 3
     with pytest.raises(StoreError, match="closed"):
         tiers.remove(keys(segments)).result(1)
     tiers.close()
@@ -540,11 +573,11 @@ def test_faults_in_all_tiers_cost_hits_only(tmp_path: Path, seed: int) -> None:
                 found = find(tiers, path, seconds=0.2)
                 have = [each for each in found if each]
                 for each, stored in zip(have, load(tiers, have, seconds=0.2), strict=True):
-                    if stored is not None:
+                    if stored:
                         assert payload(stored) == wanted[each.header.key]
                         num_hits.append(1)
                 for each, there in zip(path, found, strict=True):
-                    if there is None:
+                    if not there:
                         open_saves.append(1)
                         if not tiers.save(each, lambda saved: open_saves.append(-1)):
                             open_saves.append(-1)
@@ -593,14 +626,14 @@ def test_the_timer_runs_what_is_due_in_order() -> None:
 def test_an_answer_is_given_once() -> None:
     from concurrent.futures import Future
 
-    future: Future[list[int | None]] = Future()
-    answer = Answer(future, 2)
+    future: Future[list[int]] = Future()
+    answer = Answer(future, 2, -1)
     assert not future.cancel()
     answer.put(1, 5)
     answer.finish()
     answer.put(0, 6)
     answer.finish()
-    assert future.result(0) == [None, 5]
-    empty: Future[list[int | None]] = Future()
-    Answer(empty, 0)
+    assert future.result(0) == [-1, 5]
+    empty: Future[list[int]] = Future()
+    Answer(empty, 0, -1)
     assert empty.result(0) == []

@@ -1,4 +1,4 @@
-"""What the stores are asked for on behalf of a prompt, and how such a lookup can end."""
+"""What the stores are asked for on behalf of a prompt."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from milepost.engine.messages import LoadNote
 if TYPE_CHECKING:
     from milepost.stores.tiers import Found
 
-LOADED, NOT_FOUND, SOONER_COMPUTED = "loaded", "not_found", "sooner_computed"
-TOO_LATE, FAILED, NO_ROOM, UNUSABLE = "too_late", "failed", "no_room", "unusable"
-LOOKUP_OUTCOMES = (LOADED, NOT_FOUND, SOONER_COMPUTED, TOO_LATE, FAILED, NO_ROOM, UNUSABLE)
-
 
 @dataclass(slots=True)
 class Lookup:
     """A waiting request and what the stores have for it, or a prefetch.
 
     Attributes:
+        deadline: on the engine's clock; of what is asked of the stores now.
+        patience_seconds: that a request may be held once more; what it was held for is taken off. A request
+            that waits for room is not held.
         done: of a prefetch, told how it ended. Its request stands for a prompt and is never scheduled:
             nothing is held back, and nothing is weighed against computing.
     """
@@ -31,6 +30,7 @@ class Lookup:
     outlook: Outlook
     begun_at: float
     deadline: float
+    patience_seconds: float = 0.0
     done: Callable[[LoadNote], None] | None = None
     found: dict[int, Found] = field(default_factory=dict)
     offers: list[StoredCheckpoint] = field(default_factory=list)

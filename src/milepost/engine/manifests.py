@@ -28,8 +28,8 @@ from milepost.core.hashing import CacheDomain, domain_root, token_bytes, tokens_
 from milepost.core.units import floor_div
 from milepost.engine.messages import EngineError
 from milepost.errors import RequestError, StoreError
-from milepost.stores.port import PoolPart, SegmentHeader, StoredSegment
-from milepost.stores.tiers import Found, Tiers
+from milepost.stores.port import Loaded, PoolPart, SegmentHeader, StoredSegment, Unanswered
+from milepost.stores.tiers import Find, Found, Tiers
 
 T = TypeVar("T")
 
@@ -153,14 +153,14 @@ class Manifests:
             StoresUnavailable: whether there is one is not known.
         """
         (segment,) = await self._fetch([self.key(domain, name)], until)
-        if segment is None:
-            self._check_answers(until)
+        if isinstance(segment, Unanswered):
+            raise self._silent()
         return None if segment is None else _manifest_in(segment)
 
     async def read_all(self, domain: CacheDomain, names: Sequence[str], until: Until) -> list[Manifest]:
         """Those that exist."""
         segments = await self._fetch([self.key(domain, name) for name in names], until)
-        return [found for each in segments if each is not None and (found := _manifest_in(each)) is not None]
+        return [found for each in segments if each and (found := _manifest_in(each)) is not None]
 
     async def write(self, domain: CacheDomain, manifest: Manifest, until: Until) -> None:
         """Remember a name, or change what it stands for, and list it. A store that is down does not prevent
@@ -169,13 +169,14 @@ class Manifests:
         Raises:
             RequestError: too many names. StoresUnavailable: it is not remembered.
         """
-        index, version = await self._read_index(domain, until)
-        entries = {entry.name: entry for entry in await self._existing(domain, index, until)}
+        index, version, _ = await self._read_index(domain, until)
+        existing, _ = await self._existing(domain, index, until)
+        entries = {entry.name: entry for entry in existing}
         if manifest.name not in entries and len(entries) >= MAX_NAMES:
             raise RequestError("name", f"there are {MAX_NAMES} names already; delete one that is not needed")
         key = self.key(domain, manifest.name)
         (known,) = await self._fetch([key], until)
-        if known is None or _manifest_in(known) != manifest:
+        if not known or _manifest_in(known) != manifest:
             note = msgspec.msgpack.encode(manifest.note)
             parts = (
                 PoolPart("tokens", len(manifest.tokens), _TOKEN_BYTES),
@@ -196,7 +197,7 @@ class Manifests:
             StoresUnavailable: some store may still have it.
         """
         was_there = await self._removed([self.key(domain, name)], until) > 0
-        index, version = await self._read_index(domain, until)
+        index, version, _ = await self._read_index(domain, until)
         if any(entry.name == name for entry in index):
             entries = [entry for entry in index if entry.name != name]
             for step in range(1, _NUM_INDEX_SLOTS + 1):  # the other one has the name, too
@@ -209,10 +210,10 @@ class Manifests:
         Raises:
             StoresUnavailable: a store did not answer.
         """
-        index, _ = await self._read_index(domain, until)
-        existing = await self._existing(domain, index, until)
-        if len(existing) < len(index) or not index:
-            self._check_answers(until)
+        index, _, is_whole = await self._read_index(domain, until)
+        existing, is_sure = await self._existing(domain, index, until)
+        if not is_sure or not (index or is_whole):
+            raise self._silent()
         return existing
 
     # -- index ---------------------------------------------------------------------------------
@@ -221,23 +222,30 @@ class Manifests:
         slot = bytes([version % _NUM_INDEX_SLOTS])
         return sha256(_INDEX_TAG + domain_root(domain, self._match_unit) + slot).digest()
 
-    async def _read_index(self, domain: CacheDomain, until: Until) -> tuple[list[Entry], int]:
-        """Entries of both objects, in order of names, and the higher version."""
+    async def _read_index(self, domain: CacheDomain, until: Until) -> tuple[list[Entry], int, bool]:
+        """Entries of both objects, in order of names, the higher version, and whether every store that could
+        have one of them said so."""
         slots = await self._fetch([self._index_key(domain, v) for v in range(_NUM_INDEX_SLOTS)], until)
         entries: dict[str, Entry] = {}
         version = 0
         for index in sorted(
-            (each for slot in slots if slot is not None and (each := _index_in(slot)) is not None),
+            (each for slot in slots if slot and (each := _index_in(slot)) is not None),
             key=lambda index: index.version,
         ):
             entries.update((entry.name, entry) for entry in index.entries)
             version = index.version
-        return sorted(entries.values(), key=lambda entry: entry.name), version
+        is_whole = not any(isinstance(slot, Unanswered) for slot in slots)
+        return sorted(entries.values(), key=lambda entry: entry.name), version, is_whole
 
-    async def _existing(self, domain: CacheDomain, entries: list[Entry], until: Until) -> list[Entry]:
+    async def _existing(
+        self, domain: CacheDomain, entries: list[Entry], until: Until
+    ) -> tuple[list[Entry], bool]:
+        """Those whose manifest may be there, and whether that is known of all of them: one that a failing
+        store may have is not taken off the list."""
         keys = [self.key(domain, entry.name) for entry in entries]
-        found = await asyncio.wrap_future(self._tiers.find(keys, deadline_seconds=until.call_seconds))
-        return [entry for entry, each in zip(entries, found, strict=True) if each is not None]
+        found = await self._newest(keys, until.call_seconds)
+        existing = [entry for entry, each in zip(entries, found, strict=True) if each is not None]
+        return existing, not any(isinstance(each, Unanswered) for each in found)
 
     async def _write_index(
         self, domain: CacheDomain, entries: list[Entry], version: int, until: Until
@@ -249,26 +257,26 @@ class Manifests:
 
     # -- objects -------------------------------------------------------------------------------
 
-    async def _fetch(self, keys: Sequence[bytes], until: Until) -> list[StoredSegment | None]:
-        """The newest version of each object: a store that was down may have an older one."""
-        seconds = min(until.call_seconds, LOOKUP_SECONDS)
+    async def _newest(self, keys: Sequence[bytes], seconds: float) -> list[Find]:
+        """Where the newest version of each object is: a store that was down may have an older one."""
         tiers = await asyncio.wrap_future(self._tiers.find_each(keys, deadline_seconds=seconds))
-        found = [
-            max(
-                (
-                    Found(header, tier)
-                    for tier, headers in enumerate(tiers)
-                    if headers is not None and (header := headers[index]) is not None
-                ),
-                key=lambda each: each.header.created,
-                default=None,
-            )
-            for index in range(len(keys))
-        ]
-        present = [each for each in found if each is not None]
+        newest: list[Find] = []
+        for index in range(len(keys)):
+            answers = [headers[index] for headers in tiers]
+            found = [
+                Found(each, tier) for tier, each in enumerate(answers) if isinstance(each, SegmentHeader)
+            ]
+            silent = next((each for each in answers if isinstance(each, Unanswered)), None)
+            newest.append(max(found, key=lambda each: each.header.created, default=silent))
+        return newest
+
+    async def _fetch(self, keys: Sequence[bytes], until: Until) -> list[Loaded]:
+        """The newest version of each object."""
+        found = await self._newest(keys, min(until.call_seconds, LOOKUP_SECONDS))
+        present = [each for each in found if isinstance(each, Found)]
         loaded = await asyncio.wrap_future(self._tiers.load(present, deadline_seconds=until.call_seconds))
         segments = iter(loaded)
-        return [None if each is None else next(segments) for each in found]
+        return [next(segments) if isinstance(each, Found) else each for each in found]
 
     async def _replace(
         self,
@@ -308,15 +316,11 @@ class Manifests:
     async def _removed(self, keys: Sequence[bytes], until: Until) -> int:
         return await removed(self._tiers.remove(keys), until)
 
-    def _check_answers(self, until: Until) -> None:
-        """
-        Raises:
-            StoresUnavailable: a store that says nothing may have what was not found.
-        """
+    def _silent(self) -> StoresUnavailable:
+        """A store that says nothing may have what was not found."""
         silent = [each.name for each in self._tiers.counters() if each.breaker_is_open and each.takes_saves]
-        if silent or until.has_passed:
-            who = ", ".join(silent) or "a store"
-            raise StoresUnavailable(f"{who} does not answer, so that the name cannot be looked up; try again")
+        who = ", ".join(silent) or "a store"
+        return StoresUnavailable(f"{who} does not answer, so that the name cannot be looked up; try again")
 
 
 async def waited(future: Future[T], until: Until) -> T:

@@ -10,6 +10,7 @@ from typing import Any
 from milepost.core.plan import SampledToken, SamplingParams, ScoredToken
 from milepost.core.request import CacheDomain
 from milepost.engine.constraints import Constraint
+from milepost.engine.load_outcomes import MEANINGS
 from milepost.errors import MilepostError
 
 
@@ -85,9 +86,8 @@ class LoadNote:
     """What the stores added to a request's reuse.
 
     Attributes:
-        outcome: "loaded", "not_found", "sooner_computed" (loading would have taken longer), "too_late",
-            "no_room", "unusable" (a part is missing, or is of another model) or "failed".
-        tier: slowest store it came from; "" unless loaded.
+        outcome: one of `load_outcomes.MEANINGS`.
+        tier: slowest store that was read; "" if none was.
         num_tokens: tokens that were loaded instead of computed.
         seconds: how long the request was looked after, at most what computing would have taken.
     """
@@ -101,6 +101,7 @@ class LoadNote:
         """The `load` object of a response."""
         return {
             "outcome": self.outcome,
+            "meaning": MEANINGS[self.outcome],
             "tier": self.tier,
             "tokens": self.num_tokens,
             "seconds": round(self.seconds, 6),

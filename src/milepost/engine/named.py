@@ -24,6 +24,7 @@ from milepost.core.scheduler import Scheduler
 from milepost.core.transfers import ANY_COST, Outlook, StoredCheckpoint, choose_segments
 from milepost.core.units import floor_div
 from milepost.engine.engine import Engine
+from milepost.engine.load_outcomes import CACHED
 from milepost.engine.manifests import (
     Entry,
     Manifest,
@@ -52,8 +53,6 @@ MAX_LEFTOVER_KEYS = 1 << 16
 """Segments that a store kept in spite of a `forget`, to be removed with the next one."""
 MANIFESTS_AT_ONCE = 16
 """So many prompts are in memory to be compared."""
-CACHED = "cached"
-"""Outcome of a load that found everything in the cache."""
 
 
 class NamedConversations:
@@ -426,8 +425,8 @@ class NamedConversations:
         return [
             [
                 stored
-                for units, header in enumerate(headers or (), 1)
-                if header is not None and (stored := codec.checkpoint(header, keys, units)) is not None
+                for units, header in enumerate(headers, 1)
+                if header and (stored := codec.checkpoint(header, keys, units)) is not None
             ]
             for headers in (found[tier] for tier in tiering.tiers.kept)
         ]

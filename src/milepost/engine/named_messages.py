@@ -54,7 +54,7 @@ class Saved:
 class Loaded:
     """Attributes:
     cached_tokens: the deepest checkpoint in the cache now.
-    note: outcome "cached", or one of `lookups.LOOKUP_OUTCOMES`.
+    note: outcome "cached", or one of `load_outcomes.LOOKUP_OUTCOMES`.
     """
 
     cached_tokens: int

@@ -8,10 +8,11 @@ requests are then computed as if it were not there.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -22,16 +23,16 @@ from milepost.core.request import Request, RequestStatus
 from milepost.core.scheduler import Scheduler
 from milepost.core.transfers import ANY_COST, Restore, TransferCost, choose_segments
 from milepost.core.units import floor_div
-from milepost.engine import lookups as ended
+from milepost.engine import load_outcomes as ended
 from milepost.engine import tiering_limits as limits
 from milepost.engine.lookups import Lookup
 from milepost.engine.messages import EngineError, LoadNote
 from milepost.engine.saving import Saves
 from milepost.engine.segments import SegmentCodec
-from milepost.stores.port import StoredSegment
+from milepost.stores.port import Loaded, Unanswered
 
 if TYPE_CHECKING:
-    from milepost.stores.tiers import Found, TierCounters, Tiers
+    from milepost.stores.tiers import Find, TierCounters, Tiers
 
 log = logging.getLogger("milepost.engine")
 
@@ -42,7 +43,9 @@ class Tiering:
     Args:
         clock: seconds, monotonic; the engine's own.
         wake: ends the engine's wait; called from threads of the tiers.
-        always_loads: load what there is, however long it takes, as if a token cost a second to compute.
+        always_loads: load what there is, even where computing it would be sooner.
+        max_load_seconds: longest that a request is held for stores, all waits together; None = as long as
+            computing would take, or `tiering_limits.ALWAYS_LOAD_SECONDS` with `always_loads`.
 
     Attributes:
         seconds_per_token: to compute one prompt token, as measured so far.
@@ -57,6 +60,7 @@ class Tiering:
         clock: Callable[[], float],
         wake: Callable[[], None],
         always_loads: bool = False,
+        max_load_seconds: float | None = None,
     ) -> None:
         self.tiers = tiers
         self._scheduler = scheduler
@@ -68,9 +72,10 @@ class Tiering:
         self._lookups: dict[int, Lookup] = {}
         self._num_restores = 0
         self._always_loads = always_loads
-        self.seconds_per_token = (
-            limits.PATIENT_SECONDS_PER_TOKEN if always_loads else limits.INITIAL_SECONDS_PER_TOKEN
-        )
+        if max_load_seconds is None:
+            max_load_seconds = limits.ALWAYS_LOAD_SECONDS if always_loads else math.inf
+        self.max_load_seconds = max_load_seconds
+        self.seconds_per_token = limits.INITIAL_SECONDS_PER_TOKEN
         cache = scheduler.cache
         self._unit = cache.match_unit
         self.outcomes: Counter[str] = Counter()
@@ -104,10 +109,10 @@ class Tiering:
         if outlook is None:
             return
         now = self._clock()
-        patience = self._cost(0).computing_seconds(len(outlook.keys) * self._unit)
+        patience = self._patience_seconds(len(outlook.keys) * self._unit)
         self.num_queried_tokens += len(outlook.keys) * self._unit
         self._transfers.hold(request.request_id)
-        self._look_up(Lookup(request, outlook, now, now + patience))
+        self._look_up(Lookup(request, outlook, now, now + patience, patience))
 
     def prefetch(self, request: Request, timeout_seconds: float, done: Callable[[LoadNote], None]) -> bool:
         """Load what the stores have of a prompt, for whoever sends it next.
@@ -122,13 +127,16 @@ class Tiering:
         outlook = self._transfers.outlook(request)
         if outlook is not None:
             now = self._clock()
-            self._look_up(Lookup(request, outlook, now, now + timeout_seconds, done))
+            self._look_up(Lookup(request, outlook, now, now + timeout_seconds, done=done))
         return outlook is not None
 
     def _look_up(self, lookup: Lookup) -> None:
         self._lookups[lookup.request.request_id] = lookup
         keys = lookup.outlook.keys
         end = next((i for i, key in enumerate(keys) if self.saves.is_shunned(key)), len(keys))
+        if not end:
+            self._end(lookup, ended.NOT_ASKED)
+            return
         future = self.tiers.find(keys[:end], deadline_seconds=lookup.deadline - lookup.begun_at)
         future.add_done_callback(lambda done: self._put(lambda: self._take_found(lookup, done)))
 
@@ -153,9 +161,11 @@ class Tiering:
         self.saves.save_some()
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
-        """Learn what computing a token costs."""
-        if plan.num_tokens >= limits.MIN_MEASURED_TOKENS and not self._always_loads:
-            measured = seconds / plan.num_tokens
+        """Learn what computing a prompt token costs; steps that only decode say nothing about it."""
+        rows = [chunk.last_row_end - chunk.start for chunk in plan.chunks]
+        num_tokens = sum(count for count in rows if count >= limits.MIN_MEASURED_TOKENS)
+        if num_tokens:
+            measured = seconds / num_tokens
             self.seconds_per_token += limits.SPEED_SMOOTHING * (measured - self.seconds_per_token)
 
     def take_note(self, request_id: int) -> LoadNote | None:
@@ -241,6 +251,12 @@ class Tiering:
                 return
             event()
 
+    def _patience_seconds(self, num_tokens: int) -> float:
+        """How long a request may be held for stores that could spare it so many tokens: the one bound there
+        is, whatever the stores do."""
+        computing = math.inf if self._always_loads else num_tokens * self.seconds_per_token
+        return min(computing, self.max_load_seconds)
+
     def _cost(self, tier: int) -> TransferCost:
         return TransferCost(
             seconds_per_token=self.seconds_per_token,
@@ -248,17 +264,19 @@ class Tiering:
             seconds_per_load=self.tiers.load_latency_seconds(tier),
         )
 
-    def _take_found(self, lookup: Lookup, done: Future[list[Found | None]]) -> None:
+    def _take_found(self, lookup: Lookup, done: Future[list[Find]]) -> None:
         if lookup.note is not None:
             return
         keys = lookup.request.chain.keys if lookup.request.chain is not None else []
         first = floor_div(lookup.outlook.hit_position, self._unit)
         num_foreign = 0
-        is_late = self._clock() >= lookup.deadline  # then None only means that nobody answered
+        silent: list[Unanswered] = []
         for index, found in enumerate(done.result()):
+            if isinstance(found, Unanswered):
+                silent.append(found)  # it may be there
+                continue
             if found is None:
-                if not is_late:
-                    self.saves.known.discard(keys[first + index])
+                self.saves.known.discard(keys[first + index])
                 continue
             stored = self.codec.checkpoint(found.header, keys, first + index + 1)
             if stored is None:
@@ -267,12 +285,12 @@ class Tiering:
             lookup.found[stored.position] = found
             lookup.offers.append(stored)
         if not lookup.offers:
-            self._end(
-                lookup, ended.UNUSABLE if num_foreign else ended.TOO_LATE if is_late else ended.NOT_FOUND
-            )
+            nothing = ended.outcome_of_silence(silent) if silent else ended.NOT_FOUND
+            self._end(lookup, ended.UNUSABLE if num_foreign else nothing)
             return
-        lookup.is_ready = True
-        self._try_begin(lookup, self._clock())
+        now = self._clock()
+        lookup.is_ready, lookup.patience_seconds = True, lookup.deadline - now
+        self._try_begin(lookup, now)
 
     def _try_begin(self, lookup: Lookup, now: float) -> bool:
         """Start the load if the request could run; else leave it in the queue, and return False."""
@@ -286,7 +304,7 @@ class Tiering:
             self._transfers.lift(request.request_id)
             return False
         outlook = self._transfers.outlook(request)
-        cost = ANY_COST if lookup.is_prefetch else self._slowest(lookup)
+        cost = ANY_COST if lookup.is_prefetch or self._always_loads else self._slowest(lookup)
         offers = [o for o in lookup.offers if not self.saves.is_shunned(lookup.found[o.position].header.key)]
         chosen = [] if outlook is None else choose_segments(offers, outlook, cost)
         if outlook is None or not chosen:
@@ -301,9 +319,9 @@ class Tiering:
         if not lookup.is_prefetch:
             self._transfers.hold(request.request_id)
             gained = chosen[-1].position - outlook.hit_position
-            lookup.deadline = now + self.seconds_per_token * gained
+            lookup.deadline = now + min(lookup.patience_seconds, self._patience_seconds(gained))
         wanted = [lookup.found[stored.position] for stored in chosen]
-        future = self.tiers.load(wanted, deadline_seconds=lookup.deadline - now)
+        future = self.tiers.load(wanted, deadline_seconds=limits.LOAD_SHARE * (lookup.deadline - now))
         future.add_done_callback(lambda done: self._fill(lookup, restore, done))
         return True
 
@@ -321,11 +339,15 @@ class Tiering:
             self.saves.known.discard(found.header.parent_key)
         return False
 
-    def _fill(self, lookup: Lookup, restore: Restore, done: Future[list[StoredSegment | None]]) -> None:
+    def _fill(self, lookup: Lookup, restore: Restore, done: Future[list[Loaded]]) -> None:
         """In a thread of the tiers: the records belong to `restore` until it is finished."""
         num_written = 0
+        silent: list[Unanswered] = []
         try:
             for target, segment in zip(restore.segments, done.result(), strict=True):
+                if isinstance(segment, Unanswered):
+                    silent.append(segment)
+                    break
                 if segment is None or segment.header.start != target.stored.start:
                     break  # gone, or saved anew with other pages
                 self.codec.decode_into(segment, target)
@@ -333,13 +355,18 @@ class Tiering:
         except Exception:
             log.exception("a loaded segment could not be used; its request is computed")
         written = num_written
-        self._put(lambda: self._finish(lookup, restore, written))
+        self._put(lambda: self._finish(lookup, restore, written, silent))
 
-    def _finish(self, lookup: Lookup, restore: Restore, num_written: int) -> None:
+    def _finish(
+        self, lookup: Lookup, restore: Restore, num_written: int, silent: Sequence[Unanswered]
+    ) -> None:
+        """Args:
+        silent: of the segment behind those that were written: it may still be there.
+        """
         position = self._transfers.finish(restore, num_written, self._clock())
         for segment in restore.segments[:num_written]:
             self.saves.known.add(restore.lease.chain.keys[floor_div(segment.stored.position, self._unit) - 1])
-        for segment in restore.segments[num_written : num_written + 1]:
+        for segment in restore.segments[num_written : num_written + 1] if not silent else ():
             # It is gone, and what builds on it is of no use: whoever computes it is to save it again.
             lost = [f.header.key for at, f in lookup.found.items() if at >= segment.stored.position]
             self.saves.known.discard(*lost)
@@ -352,7 +379,8 @@ class Tiering:
             self.num_loaded_tokens += num_tokens
         if lookup.note is None:
             tier = self.tiers.names[max(lookup.found[s.stored.position].tier for s in restore.segments)]
-            self._end(lookup, ended.LOADED if num_tokens else ended.FAILED, num_tokens, tier)
+            nothing = ended.outcome_of_silence(silent) if silent else ended.FAILED
+            self._end(lookup, ended.LOADED if num_tokens else nothing, num_tokens, tier)
 
     def _end(self, lookup: Lookup, outcome: str, num_tokens: int = 0, tier: str = "") -> None:
         seconds = self._clock() - lookup.begun_at

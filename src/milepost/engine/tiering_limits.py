@@ -4,10 +4,13 @@ from __future__ import annotations
 
 INITIAL_SECONDS_PER_TOKEN = 1 / 4000
 """Until prefill speed was measured: low, so that a load must be clearly worth it."""
-PATIENT_SECONDS_PER_TOKEN = 1.0
+ALWAYS_LOAD_SECONDS = 10.0
+"""Longest that a request is held for stores where loading is not weighed against computing."""
+LOAD_SHARE = 0.9
+"""Of the time that is left: what came until then is to be in the cache before the request is computed."""
 SPEED_SMOOTHING = 0.2
 MIN_MEASURED_TOKENS = 16
-"""Steps with fewer rows say little about prefill."""
+"""Of one request in a step: fewer say little about prefill."""
 SAVING_SHARE = 8
 """At most a part in so many of the cache is pinned by saves (but always one segment)."""
 SAVES_PER_TURN = 8

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from milepost.engine.lookups import LOOKUP_OUTCOMES
+from milepost.engine.load_outcomes import LOOKUP_OUTCOMES
 from milepost.engine.tiering import Tiering
 from milepost.server.collectors import Families
 

@@ -17,20 +17,23 @@ T = TypeVar("T")
 class Answer(Generic[T]):
     """A list whose items arrive one by one; given to `future` when all are there, or when it is due.
 
-    Items that did not arrive are None. Any thread may put; the future is resolved once, without locks held.
+    Any thread may put; the future is resolved once, without locks held.
+
+    Args:
+        late: stands for items that did not arrive.
     """
 
-    def __init__(self, future: Future[list[T | None]], num_items: int) -> None:
+    def __init__(self, future: Future[list[T]], num_items: int, late: T) -> None:
         # From here on nobody can cancel it under the thread that resolves it.
         future.set_running_or_notify_cancel()
-        self._future: Future[list[T | None]] | None = future
+        self._future: Future[list[T]] | None = future
         self._lock = threading.Lock()
-        self._items: list[T | None] = [None] * num_items
+        self._items = [late] * num_items
         self._num_open = num_items
         if not num_items:
             self.finish()
 
-    def put(self, index: int, item: T | None) -> None:
+    def put(self, index: int, item: T) -> None:
         with self._lock:
             if self._future is None:
                 return

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from milepost.errors import StoreError
 from milepost.stores import outcomes as oc
 from milepost.stores.outcomes import Outcomes
-from milepost.stores.port import SegmentHeader, SegmentStore, StoredSegment
+from milepost.stores.port import Loaded, LookedUp, SegmentStore, StoredSegment
 from milepost.stores.segment_format import ForeignSegmentError, SegmentError, decode, encode_head
 
 
@@ -67,15 +67,15 @@ class FaultyStore:
         self._random = random.Random(seed)
         self._sleep = sleep
 
-    def lookup(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[SegmentHeader | None]:
+    def lookup(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[LookedUp]:
         self._before_call()
         found = self.store.lookup(keys, deadline_seconds=deadline_seconds)
         return [None if self._happens(self.faults.lost) else each for each in found]
 
-    def load(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[StoredSegment | None]:
+    def load(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[Loaded]:
         self._before_call()
         loaded = self.store.load(keys, deadline_seconds=deadline_seconds)
-        return [None if each is None else self._damaged(each) for each in loaded]
+        return [self._damaged(each) if isinstance(each, StoredSegment) else each for each in loaded]
 
     def save(self, segments: Sequence[StoredSegment], *, deadline_seconds: float) -> list[bool]:
         self._before_call()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import threading
@@ -19,6 +18,7 @@ from milepost.stores.folder import (
     LockTimeoutError,
     SegmentFolder,
     disk_bytes,
+    is_full,
     object_path,
     read_all,
     read_head,
@@ -26,7 +26,7 @@ from milepost.stores.folder import (
 )
 from milepost.stores.lru import Entry, LruIndex
 from milepost.stores.objects import Clock, Deadline, ObjectStore, StoreTimeoutError, keeps_existing
-from milepost.stores.port import Buffer, SegmentHeader, StoredSegment
+from milepost.stores.port import Buffer, Loaded, LookedUp, SegmentHeader, StoredSegment, Unanswered
 from milepost.stores.segment_format import (
     Identity,
     SegmentError,
@@ -91,12 +91,21 @@ class FileStore(ObjectStore):
         self._seen_generation = 0
         self._folder = SegmentFolder(root)
         try:
-            with self._folder.locked(Deadline(_OPEN_SECONDS, clock)), self._lock:
-                self._rescan()
-                self._evict(0, ())
+            self._open(Deadline(_OPEN_SECONDS, clock))
         except (OSError, StoreError) as error:
             self._folder.close()
             raise StoreError(f"{root}: {error}") from error
+
+    def _open(self, deadline: Deadline) -> None:
+        try:
+            with self._folder.locked(deadline), self._lock:
+                self._rescan()
+                self._evict(0, ())
+        except OSError as error:
+            if not is_full(error):
+                raise
+            # As for a disk that fills up later: what is there can be read, and saves begin with the room.
+            logger.warning("%s: %s: nothing is saved until there is room", self._folder.root, error.strerror)
 
     @property
     def used_bytes(self) -> int:
@@ -117,18 +126,18 @@ class FileStore(ObjectStore):
 
     # ------------------------------------------------------------ reading
 
-    def lookup(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[SegmentHeader | None]:
+    def lookup(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[LookedUp]:
         deadline = Deadline(deadline_seconds, self._clock)
-        found: list[SegmentHeader | None] = []
+        found: list[LookedUp] = []
         for key in keys:
             if deadline.passed:
                 break
             found.append(self._guarded(oc.LOOKUP, partial(self._lookup_one, oc.LOOKUP, key)))
-        return self._padded(oc.LOOKUP, found, len(keys))
+        return found + self._late(oc.LOOKUP, len(keys) - len(found))
 
-    def load(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[StoredSegment | None]:
+    def load(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[Loaded]:
         deadline = Deadline(deadline_seconds, self._clock)
-        loaded: list[StoredSegment | None] = []
+        loaded: list[Loaded] = []
         for key in keys:
             if deadline.passed:
                 break
@@ -136,25 +145,21 @@ class FileStore(ObjectStore):
         with self._lock:
             touched: set[str] = set()
             for segment in reversed(loaded):
-                if segment is not None and (name := self._name(segment.header.key)) not in touched:
+                if segment and (name := self._name(segment.header.key)) not in touched:
                     touched.update(self._touch(name))
-        return self._padded(oc.LOAD, loaded, len(keys))
+        return loaded + self._late(oc.LOAD, len(keys) - len(loaded))
 
-    def _padded(self, operation: str, done: list[T | None], num_wanted: int) -> list[T | None]:
-        self.outcomes.add(operation, oc.TIMEOUT, num_wanted - len(done))
-        return done + [None] * (num_wanted - len(done))
-
-    def _guarded(self, operation: str, read: Callable[[], T | None]) -> T | None:
+    def _guarded(self, operation: str, act: Callable[[], T]) -> T | Unanswered:
         """One key's trouble is its own."""
         try:
-            return read()
+            return act()
         except (_DeadlinePassed, LockTimeoutError):
-            self.outcomes.add(operation, oc.TIMEOUT)
+            fault = oc.TIMEOUT
         except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            self.outcomes.add(operation, oc.FULL if full else oc.ERROR)
+            fault = oc.FULL if is_full(error) else oc.ERROR
             self._log_once(f"{error.strerror}: {error.filename or self._folder.root}")
-        return None
+        self.outcomes.add(operation, fault)
+        return Unanswered(fault)
 
     def _lookup_one(self, operation: str, key: bytes) -> SegmentHeader | None:
         fd = self._folder.open(self._name(key))
@@ -191,12 +196,12 @@ class FileStore(ObjectStore):
 
     def save(self, segments: Sequence[StoredSegment], *, deadline_seconds: float) -> list[bool]:
         deadline = Deadline(deadline_seconds, self._clock)
-        saved: list[bool | None] = []
+        saved: list[bool | Unanswered] = []
         for segment in segments:
             if deadline.passed:
                 break
             saved.append(self._guarded(oc.SAVE, partial(self._save_one, segment, deadline)))
-        return [bool(each) for each in self._padded(oc.SAVE, saved, len(segments))]
+        return [bool(each) for each in (*saved, *self._late(oc.SAVE, len(segments) - len(saved)))]
 
     def _save_one(self, segment: StoredSegment, deadline: Deadline) -> bool:
         header = segment.header

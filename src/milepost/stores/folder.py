@@ -13,7 +13,9 @@ gives them back after they are gone: at no moment are there more than it says.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import logging
 import os
 import re
 import secrets
@@ -40,7 +42,14 @@ _CHECKSUM = struct.Struct("<I")
 _LEDGER_MAGIC = b"MPLEDGR1"
 _OBJECT_PATH = re.compile(r"[0-9a-f]{8,128}/([0-9a-f]{2})/\1[0-9a-f]{62}")
 _TEMPORARY_PATH = re.compile(r"[0-9a-f]{8,128}/[0-9a-f]{2}/\.[0-9a-f]{64}\.[0-9a-f]+\.tmp")
-_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+# Whatever has the name of an object: a pipe must not hold who opens it.
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+logger = logging.getLogger(__name__)
+
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
+"""The last two: a symbolic link, and a socket."""
+_MAX_IGNORED = 10
 
 
 class LockTimeoutError(StoreError):
@@ -60,6 +69,11 @@ class FoundFile:
     used_ns: int
 
 
+def is_full(error: OSError) -> bool:
+    """Whether it says that a disk, or a quota, has no room."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def disk_bytes(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
@@ -71,6 +85,8 @@ def object_path(fingerprint: str, shard: tuple[int, int], key: bytes) -> str:
 
 class SegmentFolder:
     """Opens the folder, and makes it if it is not there.
+
+    A disk that is too full to make it does not prevent that: whoever takes the lock later tries again.
 
     Raises:
         StoreError: a folder that others could read or change, or that holds something else.
@@ -85,7 +101,11 @@ class SegmentFolder:
         """What the ledger said when the lock was held last."""
         self.generation = 0
         """Changes so far, by all processes."""
-        self._prepare()
+        self._ignored: set[str] = set()
+        try:
+            self._prepare()
+        except OSError as error:
+            logger.warning("%s: %s; it is made when there is room", self.root, error.strerror)
 
     def close(self) -> None:
         with self._thread_lock:
@@ -100,6 +120,10 @@ class SegmentFolder:
     # ------------------------------------------------------------ opening
 
     def _prepare(self) -> None:
+        """
+        Raises:
+            StoreError: it cannot be used. OSError: the disk is full.
+        """
         try:
             self.root.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
@@ -107,6 +131,8 @@ class SegmentFolder:
             self._check_root()
             self._open_ledger()
         except OSError as error:
+            if is_full(error):
+                raise
             raise StoreError(f"{self.root}: {error.strerror or error}") from error
 
     def _check_root(self) -> None:
@@ -126,8 +152,18 @@ class SegmentFolder:
             raise StoreError(f"{self.root} holds other files; give a new or empty folder")
 
     def _open_ledger(self) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._lock_fd = os.open(self.root / LEDGER_NAME, flags, 0o600)
+        path = self.root / LEDGER_NAME
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            fd = os.open(path, flags, 0o600)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise StoreError(f"{path} is not a plain file; remove it, or give another folder") from None
+            raise
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise StoreError(f"{path} is not a plain file; remove it, or give another folder")
+        self._lock_fd = fd
 
     # ------------------------------------------------------------ the lock
 
@@ -215,16 +251,29 @@ class SegmentFolder:
         for entry, path in self._files():
             try:
                 info = entry.stat(follow_symlinks=False)
-                if _TEMPORARY_PATH.fullmatch(path):
+                is_temporary = _TEMPORARY_PATH.fullmatch(path) is not None
+                if not is_temporary and not _OBJECT_PATH.fullmatch(path):
+                    continue
+                if not stat.S_ISREG(info.st_mode):
+                    self._ignore(path, "it is not a plain file")
+                elif is_temporary:
                     if not self._remove_if_stale(path):
                         total_bytes += disk_bytes(info.st_size)
-                elif _OBJECT_PATH.fullmatch(path) and stat.S_ISREG(info.st_mode):
+                else:
                     found.append(FoundFile(path, disk_bytes(info.st_size), info.st_mtime_ns))
                     total_bytes += found[-1].num_bytes
             except FileNotFoundError:
                 continue
+            except OSError as error:
+                self._ignore(path, error.strerror)
         self._write_ledger(total_bytes)
         return found
+
+    def _ignore(self, path: str, reason: str | None) -> None:
+        """Nothing of ours is a link, a pipe or a folder. Whatever it is, it is not touched; said once."""
+        if path not in self._ignored and len(self._ignored) < _MAX_IGNORED:
+            self._ignored.add(path)
+            logger.warning("%s is ignored: %s", self.absolute(path), reason)
 
     def _files(self) -> Iterator[tuple[os.DirEntry[str], str]]:
         for first in _scandir(self.root):
@@ -236,7 +285,9 @@ class SegmentFolder:
 
     def _remove_if_stale(self, path: str) -> bool:
         # A living writer holds a lock on its file; process numbers would be reused.
-        fd = os.open(self.absolute(path), _READ_FLAGS)
+        fd = self.open(path)
+        if fd is None:
+            return True
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.unlink(self.absolute(path))
@@ -296,14 +347,22 @@ class SegmentFolder:
             info = os.lstat(self.absolute(path))
         except (FileNotFoundError, NotADirectoryError):
             return None
+        if not stat.S_ISREG(info.st_mode):
+            return None
         return FoundFile(path, disk_bytes(info.st_size), info.st_mtime_ns)
 
     def open(self, path: str) -> int | None:
-        """A descriptor to read from; None if there is no such file."""
+        """A descriptor to read from; None if there is no such file, or or none that is a plain file."""
         try:
-            return os.open(self.absolute(path), _READ_FLAGS)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+            fd = os.open(self.absolute(path), _READ_FLAGS)
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                return None
+            raise
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd
+        os.close(fd)
+        return None
 
     def mark_used(self, path: str, used_ns: int) -> bool:
         """Whether the file is there; its modification time says from now on when it was used last.

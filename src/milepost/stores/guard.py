@@ -16,7 +16,7 @@ from milepost.stores.lanes import Lane
 from milepost.stores.meter import Meter
 from milepost.stores.objects import Clock, Deadline
 from milepost.stores.outcomes import Outcomes
-from milepost.stores.port import SegmentHeader, SegmentStore, StoredSegment
+from milepost.stores.port import Loaded, LookedUp, SegmentStore, StoredSegment, Unanswered
 
 logger = logging.getLogger(__name__)
 
@@ -133,15 +133,15 @@ class GuardedStore:
 
     # ------------------------------------------------------------ the port
 
-    def lookup(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[SegmentHeader | None]:
-        def lookup(seconds: float) -> list[SegmentHeader | None]:
+    def lookup(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[LookedUp]:
+        def lookup(seconds: float) -> list[LookedUp]:
             return self.store.lookup(keys, deadline_seconds=seconds)
 
         found = self._call(oc.LOOKUP, len(keys), deadline_seconds, lookup)
         return self._answers(oc.LOOKUP, found, len(keys))
 
-    def load(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[StoredSegment | None]:
-        def load(seconds: float) -> list[StoredSegment | None]:
+    def load(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[Loaded]:
+        def load(seconds: float) -> list[Loaded]:
             return self.store.load(keys, deadline_seconds=seconds)
 
         loaded = self._call(oc.LOAD, len(keys), deadline_seconds, load, _loaded_bytes)
@@ -173,20 +173,24 @@ class GuardedStore:
             return sum(each.header.payload_bytes for each, done in zip(segments, saved, strict=True) if done)
 
         saved = self._call(oc.SAVE, len(segments), deadline_seconds, save, saved_bytes, released)
-        num_saved = sum(saved or ())
+        if isinstance(saved, Unanswered):
+            saved = [False] * len(segments)
+        num_saved = sum(saved)
         self.outcomes.add(oc.SAVE, oc.SAVED, num_saved)
         self.outcomes.add(oc.SAVE, oc.NOT_SAVED, len(segments) - num_saved)
-        return [bool(each) for each in saved] if saved is not None else [False] * len(segments)
+        return [bool(each) for each in saved]
 
-    def try_has(self, keys: Sequence[bytes], deadline_seconds: float) -> list[bool] | None:
-        """Whether the store has each segment; None if it did not answer. No request asks: neither hits nor
-        misses are counted."""
+    def lacking(self, keys: Sequence[bytes], deadline_seconds: float) -> list[bytes]:
+        """Those that the store says it does not have; none if it does not answer. No request asks: neither
+        hits nor misses are counted."""
 
-        def lookup(seconds: float) -> list[SegmentHeader | None]:
+        def lookup(seconds: float) -> list[LookedUp]:
             return self.store.lookup(keys, deadline_seconds=seconds)
 
         found = self._call(oc.SAVE, len(keys), deadline_seconds, lookup)
-        return None if found is None else [each is not None for each in found]
+        if isinstance(found, Unanswered):
+            return []
+        return [key for key, each in zip(keys, found, strict=True) if each is None]
 
     def remove(self, keys: Sequence[bytes], *, deadline_seconds: float) -> int:
         return self.try_remove(keys, deadline_seconds) or 0
@@ -200,7 +204,7 @@ class GuardedStore:
             return [None] * num_removed
 
         removed = self._call(oc.REMOVE, None, deadline_seconds, remove)
-        return None if removed is None else len(removed)
+        return None if isinstance(removed, Unanswered) else len(removed)
 
     def followers(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[bytes]:
         return self.try_followers(keys, deadline_seconds) or []
@@ -212,7 +216,7 @@ class GuardedStore:
             return self.store.followers(keys, deadline_seconds=seconds)
 
         found = self._call(oc.REMOVE, None, deadline_seconds, followers)
-        return None if found is None else list(found)
+        return None if isinstance(found, Unanswered) else list(found)
 
     def close(self) -> None:
         """Let the store release everything; one that hangs is left behind."""
@@ -241,8 +245,8 @@ class GuardedStore:
         function: Callable[[float], Sequence[T]],
         bytes_of: Callable[[Sequence[T]], int] = lambda results: 0,
         released: Callable[[], None] = lambda: None,
-    ) -> Sequence[T] | None:
-        """What `function` returned in time; None, and counted, if it did not.
+    ) -> Sequence[T] | Unanswered:
+        """What `function` returned in time; why not, and counted, if it did not.
 
         Args:
             num_keys: how many results there must be; None = any number.
@@ -253,11 +257,9 @@ class GuardedStore:
             released()
             return []
         if deadline_seconds <= 0:
-            self._refused(operation, oc.TIMEOUT, count, released)
-            return None
+            return self._refused(operation, oc.TIMEOUT, count, released)
         if not self.breaker.admits():
-            self._refused(operation, oc.BREAKER_OPEN, count, released)
-            return None
+            return self._refused(operation, oc.BREAKER_OPEN, count, released)
         deadline = Deadline(deadline_seconds, self._clock)
         begin = self._clock()
 
@@ -269,8 +271,7 @@ class GuardedStore:
         try:
             call = self._lane.start(run, released)
         except RuntimeError:
-            self._refused(operation, oc.ERROR, count, released)
-            return None
+            return self._refused(operation, oc.ERROR, count, released)
         try:
             results = call.wait(deadline_seconds)
             if num_keys is not None and len(results) != num_keys:
@@ -278,40 +279,43 @@ class GuardedStore:
         except InvariantError:
             raise
         except TimeoutError:
-            self._timed_out(operation, count, deadline_seconds)
-            return None
+            return self._timed_out(operation, count, deadline_seconds)
         except Exception as error:
-            self._failed(operation, oc.ERROR, count, repr(error))
-            return None
+            return self._failed(operation, oc.ERROR, count, repr(error))
         if self.breaker.succeeded():
             logger.warning("store %s answers again", self.name)
         self.meter.record(operation, self._clock() - begin, bytes_of(results), num_keys=count)
         return results
 
-    def _refused(self, operation: str, outcome: str, count: int, released: Callable[[], None]) -> None:
+    def _refused(self, operation: str, outcome: str, count: int, released: Callable[[], None]) -> Unanswered:
         self.outcomes.add(operation, outcome, count)
         released()
+        return Unanswered(outcome)
 
-    def _timed_out(self, operation: str, count: int, deadline_seconds: float) -> None:
+    def _timed_out(self, operation: str, count: int, deadline_seconds: float) -> Unanswered:
         self.meter.record(operation, deadline_seconds, 0, num_keys=count, timed_out=True)
         if deadline_seconds < self.options.patience_seconds and not self._lane.is_full:
             self.breaker.undecided()
             self.outcomes.add(operation, oc.TIMEOUT, count)
-        else:
-            self._failed(operation, oc.TIMEOUT, count, f"no answer within {deadline_seconds:.3f} s")
+            return Unanswered(oc.TIMEOUT)
+        return self._failed(operation, oc.TIMEOUT, count, f"no answer within {deadline_seconds:.3f} s")
 
-    def _failed(self, operation: str, outcome: str, count: int, reason: str) -> None:
+    def _failed(self, operation: str, outcome: str, count: int, reason: str) -> Unanswered:
         self.outcomes.add(operation, outcome, count)
         if self.breaker.failed():
             logger.warning("store %s is left alone for a while: %s: %s", self.name, operation, reason)
+        return Unanswered(outcome)
 
-    def _answers(self, operation: str, results: Sequence[T | None] | None, num_keys: int) -> list[T | None]:
-        answers: list[T | None] = [None] * num_keys if results is None else list(results)
-        num_hits = sum(each is not None for each in answers)
+    def _answers(
+        self, operation: str, results: Sequence[T] | Unanswered, num_keys: int
+    ) -> list[T | Unanswered]:
+        answers: list[T | Unanswered] = []
+        answers += [results] * num_keys if isinstance(results, Unanswered) else results
+        num_hits = sum(bool(each) for each in answers)
         self.outcomes.add(operation, oc.HIT, num_hits)
         self.outcomes.add(operation, oc.MISS, num_keys - num_hits)
         return answers
 
 
-def _loaded_bytes(loaded: Sequence[StoredSegment | None]) -> int:
-    return sum(each.header.payload_bytes for each in loaded if each is not None)
+def _loaded_bytes(loaded: Sequence[Loaded]) -> int:
+    return sum(each.header.payload_bytes for each in loaded if each)

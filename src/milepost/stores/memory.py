@@ -11,7 +11,7 @@ from milepost.stores import outcomes as oc
 from milepost.stores.buffers import owned_copy
 from milepost.stores.lru import Entry, LruIndex
 from milepost.stores.objects import Clock, Deadline, ObjectStore, keeps_existing
-from milepost.stores.port import SegmentHeader, StoredSegment
+from milepost.stores.port import Loaded, LookedUp, SegmentHeader, StoredSegment
 from milepost.stores.segment_format import Identity, encode_head
 
 
@@ -46,27 +46,26 @@ class MemoryStore(ObjectStore):
     def known_usage(self) -> tuple[int, int]:
         return self.used_bytes, self.budget_bytes
 
-    def lookup(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[SegmentHeader | None]:
-        found: list[SegmentHeader | None] = []
+    def lookup(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[LookedUp]:
+        found: list[LookedUp] = []
         for key in keys:
             with self._lock:
                 data = self._objects.get(key.hex())
             found.append(self._read_header(oc.LOOKUP, key, data, None if data is None else data.nbytes))
         return found
 
-    def load(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[StoredSegment | None]:
+    def load(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[Loaded]:
         deadline = Deadline(deadline_seconds, self._clock)
-        loaded: list[StoredSegment | None] = []
+        loaded: list[Loaded] = []
         for key in keys:
             if deadline.passed:
-                self.outcomes.add(oc.LOAD, oc.TIMEOUT, len(keys) - len(loaded))
                 break
             with self._lock:
                 data = self._objects.get(key.hex())
                 if data is not None:
                     self._index.touch_path(key.hex())
             loaded.append(self._read_segment(key, data))
-        return loaded + [None] * (len(keys) - len(loaded))
+        return loaded + self._late(oc.LOAD, len(keys) - len(loaded))
 
     def save(self, segments: Sequence[StoredSegment], *, deadline_seconds: float) -> list[bool]:
         deadline = Deadline(deadline_seconds, self._clock)

@@ -22,7 +22,7 @@ from milepost.stores import outcomes as oc
 from milepost.stores.buffers import copy_into, owned_copy
 from milepost.stores.mooncake_client import HEADS_AT_ONCE, MAX_LONG_HEAD_BYTES, MooncakeConnection, Region
 from milepost.stores.objects import Clock, Deadline, ObjectStore, StoreTimeoutError, keeps_existing
-from milepost.stores.port import SegmentHeader, StoredSegment
+from milepost.stores.port import Loaded, LookedUp, SegmentHeader, StoredSegment, Unanswered
 from milepost.stores.segment_format import (
     HEAD_UNIT_BYTES,
     CorruptSegmentError,
@@ -36,6 +36,8 @@ from milepost.stores.segment_format import (
 # What Mooncake returns; other negative numbers are faults of one object.
 _NO_SPACE, _BAD_RANGE, _NOT_FOUND, _RPC_FAILED, _RPC_TIMEOUT = -200, -600, -704, -900, -901
 _MAX_KNOWN_PARENTS = 1 << 17
+
+_Found = Head | Unanswered | None
 
 
 class MooncakeStore(ObjectStore):
@@ -65,25 +67,26 @@ class MooncakeStore(ObjectStore):
 
     # ------------------------------------------------------------ the port
 
-    def lookup(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[SegmentHeader | None]:
+    def lookup(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[LookedUp]:
         with self._connection.use() as client:
             heads = self._heads(client, oc.LOOKUP, keys, Deadline(deadline_seconds, self._clock))
-        return [None if head is None else head.header for head in heads]
+        return [head.header if isinstance(head, Head) else head for head in heads]
 
-    def load(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[StoredSegment | None]:
+    def load(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[Loaded]:
         deadline = Deadline(deadline_seconds, self._clock)
-        loaded: list[StoredSegment | None] = [None] * len(keys)
         with self._connection.use() as client:
             heads = self._heads(client, oc.LOAD, keys, deadline)
-            sizes = {index: head.object_bytes for index, head in enumerate(heads) if head is not None}
+            loaded: list[Loaded] = [None if isinstance(head, Head) else head for head in heads]
+            sizes = {index: head.object_bytes for index, head in enumerate(heads) if isinstance(head, Head)}
             for group in self._groups(oc.LOAD, sizes):
                 if deadline.passed:
-                    self.outcomes.add(oc.LOAD, oc.TIMEOUT, len(group))
+                    for index, late in zip(group, self._late(oc.LOAD, len(group)), strict=True):
+                        loaded[index] = late
                     continue
                 wanted = [(keys[index], sizes[index]) for index in group]
                 for index, segment in zip(group, self._load_group(client, wanted, deadline), strict=True):
                     loaded[index] = segment
-            self._renew(client, [key for key, each in zip(keys, loaded, strict=True) if each is not None])
+            self._renew(client, [key for key, each in zip(keys, loaded, strict=True) if each])
         return loaded
 
     def save(self, segments: Sequence[StoredSegment], *, deadline_seconds: float) -> list[bool]:
@@ -95,10 +98,10 @@ class MooncakeStore(ObjectStore):
                 return saved
             new: dict[int, bytes] = {}
             for index, (segment, head) in enumerate(zip(segments, existing, strict=True)):
-                if head is not None and keeps_existing(head.header, segment.header, self._has):
+                if isinstance(head, Head) and keeps_existing(head.header, segment.header, self._has):
                     saved[index] = True
                     continue
-                if head is not None:
+                if isinstance(head, Head):
                     self._discard(segment.header.key)
                 new[index] = encode_head(segment)
             sizes = {index: len(head) + segments[index].header.payload_bytes for index, head in new.items()}
@@ -126,25 +129,22 @@ class MooncakeStore(ObjectStore):
 
     # ------------------------------------------------------------ parts
 
-    def _heads(
-        self, client: Any, operation: str, keys: Sequence[bytes], deadline: Deadline
-    ) -> list[Head | None]:
-        heads: list[Head | None] = []
+    def _heads(self, client: Any, operation: str, keys: Sequence[bytes], deadline: Deadline) -> list[_Found]:
+        heads: list[_Found] = []
         for start in range(0, len(keys), HEADS_AT_ONCE):
             if deadline.passed:
                 break
             heads += self._some_heads(client, operation, keys[start : start + HEADS_AT_ONCE], deadline)
-        self.outcomes.add(operation, oc.TIMEOUT, len(keys) - len(heads))
-        heads += [None] * (len(keys) - len(heads))
-        self._learn(head.header for head in heads if head is not None)
+        heads += self._late(operation, len(keys) - len(heads))
+        self._learn(head.header for head in heads if isinstance(head, Head))
         return heads
 
     def _some_heads(
         self, client: Any, operation: str, keys: Sequence[bytes], deadline: Deadline
-    ) -> list[Head | None]:
+    ) -> list[_Found]:
         """Heads are read without their payloads."""
         region = self._connection.heads
-        heads: list[Head | None] = []
+        heads: list[_Found] = []
         with region.held(deadline):
             names = [self.key_of(key) for key in keys]
             offsets = [[index * HEAD_UNIT_BYTES] for index in range(len(keys))]
@@ -161,26 +161,22 @@ class MooncakeStore(ObjectStore):
                 elif code == _RPC_FAILED:
                     heads.append(self._head_on_disk(client, operation, key, deadline))
                 else:
-                    self._note(operation, key, code)
-                    heads.append(None)
+                    heads.append(self._noted(operation, key, code))
         return heads
 
-    def _head_on_disk(self, client: Any, operation: str, key: bytes, deadline: Deadline) -> Head | None:
+    def _head_on_disk(self, client: Any, operation: str, key: bytes, deadline: Deadline) -> _Found:
         """Mooncake reads such objects whole or not at all."""
         region, name = self._connection.loads, self.key_of(key)
         if deadline.passed:
-            self.outcomes.add(operation, oc.TIMEOUT)
-            return None
+            return self._late(operation, 1)[0]
         size = client.get_size(name)
         if not 0 < size <= region.view.nbytes:
-            self._note(operation, key, min(size, _NOT_FOUND))
-            return None
+            return self._noted(operation, key, min(size, _NOT_FOUND))
         with region.held(deadline):
             (code,) = client.batch_get_into([name], [region.address], [size])
             data = bytes(region.view[: min(size, MAX_LONG_HEAD_BYTES)])
         if code != size:
-            self._note(operation, key, code)
-            return None
+            return self._noted(operation, key, code)
         return self._read_head(operation, key, data, size)
 
     def _whole_head(self, client: Any, key: bytes, start: bytes) -> bytes:
@@ -198,11 +194,11 @@ class MooncakeStore(ObjectStore):
 
     def _load_group(
         self, client: Any, wanted: Sequence[tuple[bytes, int]], deadline: Deadline
-    ) -> list[StoredSegment | None]:
+    ) -> list[Loaded]:
         """Objects by key and length."""
         region = self._connection.loads
         keys, sizes = [key for key, _ in wanted], [size for _, size in wanted]
-        segments: list[StoredSegment | None] = []
+        segments: list[Loaded] = []
         with region.held(deadline):
             starts = list(accumulate(sizes, initial=0))
             addresses = [region.address + start for start in starts[:-1]]
@@ -210,8 +206,7 @@ class MooncakeStore(ObjectStore):
             _raise_if_unreachable(codes)
             for key, size, start, code in zip(keys, sizes, starts, codes, strict=False):
                 if code != size:
-                    self._note(oc.LOAD, key, code)
-                    segments.append(None)
+                    segments.append(self._noted(oc.LOAD, key, code))
                 else:
                     data = owned_copy([region.view[start : start + size]])
                     segments.append(self._read_segment(key, data))
@@ -237,7 +232,7 @@ class MooncakeStore(ObjectStore):
             _raise_if_unreachable(codes)
         for (_, segment), code in zip(objects, codes, strict=True):
             if code != 0:
-                self._note(oc.SAVE, segment.header.key, code)
+                self._noted(oc.SAVE, segment.header.key, code)
         return [code == 0 for code in codes]
 
     def _groups(self, operation: str, sizes: dict[int, int]) -> Iterator[list[int]]:
@@ -258,8 +253,8 @@ class MooncakeStore(ObjectStore):
         if group:
             yield group
 
-    def _note(self, operation: str, key: bytes, code: int) -> None:
-        """Count what a code says about an object; a plain miss is nothing."""
+    def _noted(self, operation: str, key: bytes, code: int) -> Unanswered | None:
+        """Count what a code says about an object, and what stands for it; a plain miss is nothing."""
         if code == _NO_SPACE:
             self.outcomes.add(operation, oc.FULL)
         elif code == _BAD_RANGE or code >= 0:
@@ -267,6 +262,8 @@ class MooncakeStore(ObjectStore):
         elif code != _NOT_FOUND:
             self.outcomes.add(operation, oc.ERROR)
             self._log_once(f"Mooncake error {code}")
+            return Unanswered(oc.ERROR)
+        return None
 
     def _refuse(self, operation: str, key: bytes, error: SegmentError) -> None:
         super()._refuse(operation, key, error)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from milepost.errors import StoreError
 from milepost.stores import outcomes as oc
 from milepost.stores.outcomes import Outcomes
-from milepost.stores.port import Buffer, SegmentHeader, StoredSegment
+from milepost.stores.port import Buffer, SegmentHeader, StoredSegment, Unanswered
 from milepost.stores.segment_format import (
     CorruptSegmentError,
     ForeignSegmentError,
@@ -74,6 +74,11 @@ class ObjectStore(ABC):
         """(bytes used, bound in bytes) as far as this process knows without asking anybody; None if it
         does not."""
         return None
+
+    def _late(self, operation: str, num_keys: int) -> list[Unanswered]:
+        """In place of what there was no time for; counted."""
+        self.outcomes.add(operation, oc.TIMEOUT, num_keys)
+        return [Unanswered(oc.TIMEOUT)] * num_keys
 
     def _read_header(
         self, operation: str, key: bytes, data: Buffer | None, object_bytes: int | None

@@ -16,6 +16,9 @@ FAULTS = (TIMEOUT, CORRUPT, FOREIGN, FULL, ERROR, BREAKER_OPEN, BACK_PRESSURE)
 """Why a key that could have been a hit is a miss, or why a segment was not saved: counted besides the
 answer, so that faults explain answers and never change their sum."""
 
+SILENCES = (TIMEOUT, ERROR, BREAKER_OPEN)
+"""Faults after which it is not known whether a store has a key: they say nothing about the key."""
+
 
 class Outcomes:
     """Counters by operation and outcome, in keys; any thread may add."""

@@ -38,7 +38,7 @@ from milepost.stores.peer_protocol import (
     Release,
     Staged,
 )
-from milepost.stores.port import Buffer, SegmentHeader, StoredSegment
+from milepost.stores.port import Buffer, Loaded, LookedUp, StoredSegment, Unanswered
 from milepost.stores.segment_format import Identity
 
 T = TypeVar("T")
@@ -86,9 +86,9 @@ class PeerStore(ObjectStore):
 
     # ------------------------------------------------------------ the port
 
-    def lookup(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[SegmentHeader | None]:
+    def lookup(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[LookedUp]:
         deadline = Deadline(deadline_seconds, self._clock)
-        found: list[SegmentHeader | None] = []
+        found: list[LookedUp] = []
         for start in range(0, len(keys), MAX_KEYS):
             some = keys[start : start + MAX_KEYS]
             if deadline.passed:
@@ -96,13 +96,12 @@ class PeerStore(ObjectStore):
             heads = self._ask_heads(some, deadline)
             for key, head in zip(some, heads, strict=True):
                 found.append(self._read_header(oc.LOOKUP, key, head, None))
-        self.outcomes.add(oc.LOOKUP, oc.TIMEOUT, len(keys) - len(found))
-        return found + [None] * (len(keys) - len(found))
+        return found + self._late(oc.LOOKUP, len(keys) - len(found))
 
-    def load(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[StoredSegment | None]:
+    def load(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[Loaded]:
         deadline = Deadline(deadline_seconds, self._clock)
         objects = self._objects(keys, deadline)
-        loaded: list[StoredSegment | None] = []
+        loaded: list[Loaded] = []
         fault = oc.TIMEOUT
         try:
             if not deadline.passed:
@@ -118,8 +117,9 @@ class PeerStore(ObjectStore):
                 raise
             fault = oc.TIMEOUT if isinstance(error, StoreTimeoutError) else oc.ERROR
             logger.debug("%s: %d of %d segments: %s", self.name, len(loaded), len(keys), error)
-        self.outcomes.add(oc.LOAD, fault, len(keys) - len(loaded))
-        return loaded + [None] * (len(keys) - len(loaded))
+        num_missing = len(keys) - len(loaded)
+        self.outcomes.add(oc.LOAD, fault, num_missing)
+        return loaded + [Unanswered(fault) if fault in oc.SILENCES else None] * num_missing
 
     def save(self, segments: Sequence[StoredSegment], *, deadline_seconds: float) -> list[bool]:
         """Saves nothing."""

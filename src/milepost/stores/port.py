@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -80,11 +80,30 @@ class StoredSegment:
     payload_digest: bytes | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """In place of a header or a segment: the store did not say whether it has it. Not true, as None is not;
+    but None says that it is not there, or that it is of no use.
+
+    Attributes:
+        outcome: one of `outcomes.SILENCES`.
+    """
+
+    outcome: str
+
+    def __bool__(self) -> Literal[False]:
+        return False
+
+
+LookedUp = SegmentHeader | Unanswered | None
+Loaded = StoredSegment | Unanswered | None
+
+
 class SegmentStore(Protocol):
     """One place that keeps segments. Anything unexpected in it is a miss, never an exception that
     reaches a request: implementations raise StoreError, their caller counts it and goes on.
 
-    `deadline_seconds` bounds the call; what is not done by then is a miss (lookup, load) or not saved.
+    `deadline_seconds` bounds the call; what is not done by then is `Unanswered` (lookup, load) or not saved.
     """
 
     name: str
@@ -94,11 +113,11 @@ class SegmentStore(Protocol):
     """False: somebody else decides what is in it. `save` then saves nothing, `remove` removes nothing, and
     tiers do not ask for either."""
 
-    def lookup(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[SegmentHeader | None]:
+    def lookup(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[LookedUp]:
         """Headers of the segments that end at `keys`; None where there is none that can be read."""
         ...
 
-    def load(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[StoredSegment | None]:
+    def load(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[Loaded]:
         """Whole segments, checksums verified."""
         ...
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from milepost.errors import StoreError
 from milepost.stores import outcomes as oc
 from milepost.stores.objects import Clock, Deadline, ObjectStore, StoreTimeoutError, keeps_existing
-from milepost.stores.port import SegmentHeader, StoredSegment
+from milepost.stores.port import Loaded, LookedUp, SegmentHeader, StoredSegment
 from milepost.stores.segment_format import (
     HEAD_UNIT_BYTES,
     Identity,
@@ -160,27 +160,25 @@ class RedisStore(ObjectStore):
 
     # ------------------------------------------------------------ the port
 
-    def lookup(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[SegmentHeader | None]:
+    def lookup(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[LookedUp]:
         if deadline_seconds <= 0:
-            self.outcomes.add(oc.LOOKUP, oc.TIMEOUT, len(keys))
-            return [None] * len(keys)
+            return [*self._late(oc.LOOKUP, len(keys))]
         with self._errors():
-            return self._headers(oc.LOOKUP, keys, self._client(deadline_seconds))
+            return [*self._headers(oc.LOOKUP, keys, self._client(deadline_seconds))]
 
-    def load(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[StoredSegment | None]:
+    def load(self, keys: Sequence[bytes], *, deadline_seconds: float) -> list[Loaded]:
         deadline = Deadline(deadline_seconds, self._clock)
-        loaded: list[StoredSegment | None] = []
+        loaded: list[Loaded] = []
         with self._errors():
             while len(loaded) < len(keys) and not deadline.passed:
                 some = keys[len(loaded) : len(loaded) + _LOADS_AT_ONCE]
                 client = self._client(deadline.remaining_seconds)
                 values = client.mget([self.key_of(key) for key in some])
                 loaded += [self._read_segment(key, value) for key, value in zip(some, values, strict=True)]
-            found = [self.key_of(each.header.key) for each in reversed(loaded) if each is not None]
+            found = [self.key_of(each.header.key) for each in reversed(loaded) if each]
             if found:
                 self._touch(found, self._client(deadline.remaining_seconds))
-        self.outcomes.add(oc.LOAD, oc.TIMEOUT, len(keys) - len(loaded))
-        return loaded + [None] * (len(keys) - len(loaded))
+        return loaded + self._late(oc.LOAD, len(keys) - len(loaded))
 
     def save(self, segments: Sequence[StoredSegment], *, deadline_seconds: float) -> list[bool]:
         deadline = Deadline(deadline_seconds, self._clock)

@@ -1,7 +1,7 @@
 """Several stores as one, fastest first, for a thread that must never wait.
 
 Every method called by the engine returns at once; answers are futures, resolved by threads of the tiers at
-the deadline at the latest. What a tier does not answer in time is a miss there.
+the deadline at the latest. What a tier does not answer in time is a miss there, but not said to be absent.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from milepost.errors import StoreError
+from milepost.stores import outcomes as oc
 from milepost.stores.answers import Answer, Timer
 from milepost.stores.guard import GuardedStore, GuardOptions
 from milepost.stores.lanes import Lane
 from milepost.stores.meter import CallTotals
 from milepost.stores.objects import Clock, Deadline
-from milepost.stores.port import SegmentHeader, SegmentStore, StoredSegment
+from milepost.stores.port import Loaded, LookedUp, SegmentHeader, SegmentStore, StoredSegment, Unanswered
 from milepost.stores.write_behind import WriteBehind
+
+_LATE = Unanswered(oc.TIMEOUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,10 @@ class Found:
 
     header: SegmentHeader
     tier: int
+
+
+Find = Found | Unanswered | None
+"""None: every tier says that it does not have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +100,7 @@ class _Transfer:
 
     found: Found
     deadline: Deadline
-    waiters: list[tuple[Answer[StoredSegment], int]] = field(default_factory=list)
+    waiters: list[tuple[Answer[Loaded], int]] = field(default_factory=list)
     may_promote: bool = True
 
 
@@ -156,41 +163,40 @@ class Tiers:
 
     # ------------------------------------------------------------ in
 
-    def find(self, keys: Sequence[bytes], *, deadline_seconds: float) -> Future[list[Found | None]]:
+    def find(self, keys: Sequence[bytes], *, deadline_seconds: float) -> Future[list[Find]]:
         """Where the segments that end at `keys` are; one lookup per tier for all that is still missing."""
-        future: Future[list[Found | None]] = Future()
-        answer = Answer(future, len(keys))
+        future: Future[list[Find]] = Future()
+        answer = Answer[Find](future, len(keys), _LATE)
         deadline = Deadline(deadline_seconds, self._clock)
         self._timer.after(deadline_seconds, answer.finish)
         self._start(self._find_lane, answer, partial(self._find, list(keys), deadline, answer))
         return future
 
-    def find_each(
-        self, keys: Sequence[bytes], *, deadline_seconds: float
-    ) -> Future[list[list[SegmentHeader | None] | None]]:
-        """By number, what each tier that takes saves has of the segments that end at `keys`; None for others,
-        and for one that was not in time."""
-        future: Future[list[list[SegmentHeader | None] | None]] = Future()
-        answer = Answer(future, len(self._stores))
+    def find_each(self, keys: Sequence[bytes], *, deadline_seconds: float) -> Future[list[list[LookedUp]]]:
+        """By number, what each tier that takes saves has of the segments that end at `keys`; the others are
+        not asked, and have nothing."""
+        future: Future[list[list[LookedUp]]] = Future()
+        late: list[LookedUp] = [_LATE] * len(keys)
+        answer = Answer(future, len(self._stores), late)
         deadline = Deadline(deadline_seconds, self._clock)
         self._timer.after(deadline_seconds, answer.finish)
         for tier in range(len(self._stores)):
             if tier not in self.kept:
-                answer.put(tier, None)
+                answer.put(tier, [None] * len(keys))
                 continue
             self._start(self._find_lane, answer, partial(self._find_at, tier, list(keys), deadline, answer))
         return future
 
     def _find_at(
-        self, tier: int, keys: list[bytes], deadline: Deadline, answer: Answer[list[SegmentHeader | None]]
+        self, tier: int, keys: list[bytes], deadline: Deadline, answer: Answer[list[LookedUp]]
     ) -> None:
         answer.put(tier, self._stores[tier].lookup(keys, deadline_seconds=deadline.remaining_seconds))
 
-    def load(self, found: Sequence[Found], *, deadline_seconds: float) -> Future[list[StoredSegment | None]]:
+    def load(self, found: Sequence[Found], *, deadline_seconds: float) -> Future[list[Loaded]]:
         """Whole segments. One that is on its way already is not fetched twice; what came from a slower tier
         is saved to the faster ones in the background."""
-        future: Future[list[StoredSegment | None]] = Future()
-        answer = Answer(future, len(found))
+        future: Future[list[Loaded]] = Future()
+        answer = Answer[Loaded](future, len(found), _LATE)
         deadline = Deadline(deadline_seconds, self._clock)
         new: dict[int, list[_Transfer]] = {}
         with self._lock:
@@ -209,10 +215,7 @@ class Tiers:
     def _start(
         self,
         lane: Lane,
-        answer: Answer[Found]
-        | Answer[StoredSegment]
-        | Answer[list[SegmentHeader | None]]
-        | Answer[list[bytes]],
+        answer: Answer[Find] | Answer[Loaded] | Answer[list[LookedUp]] | Answer[list[bytes] | None],
         work: Callable[[], None],
     ) -> None:
         try:
@@ -221,8 +224,9 @@ class Tiers:
             # Closed.
             answer.finish()
 
-    def _find(self, keys: list[bytes], deadline: Deadline, answer: Answer[Found]) -> None:
+    def _find(self, keys: list[bytes], deadline: Deadline, answer: Answer[Find]) -> None:
         missing = list(range(len(keys)))
+        silent: dict[int, Unanswered] = {}
         for tier, store in enumerate(self._stores):
             if not missing or deadline.passed:
                 break
@@ -230,9 +234,15 @@ class Tiers:
             seconds = deadline.remaining_seconds / (len(self._stores) - tier)
             headers = store.lookup([keys[index] for index in missing], deadline_seconds=seconds)
             for index, header in zip(missing, headers, strict=True):
-                if header is not None:
+                if isinstance(header, SegmentHeader):
                     answer.put(index, Found(header, tier))
-            missing = [index for index, header in zip(missing, headers, strict=True) if header is None]
+                elif header is not None:
+                    silent.setdefault(index, header)
+            missing = [index for index, header in zip(missing, headers, strict=True) if not header]
+        else:
+            # All were asked.
+            for index in missing:
+                answer.put(index, silent.get(index))
         answer.finish()
 
     def _load(self, tier: int, transfers: list[_Transfer], deadline: Deadline) -> None:
@@ -243,7 +253,7 @@ class Tiers:
         finally:
             # Nobody waits for what an error left over.
             for transfer in transfers:
-                self._deliver(transfer, None)
+                self._deliver(transfer, Unanswered(oc.ERROR))
 
     def _batches(self, transfers: Sequence[_Transfer]) -> list[tuple[int, int]]:
         """Ranges of at most `max_batch_bytes`, or of one segment."""
@@ -257,24 +267,30 @@ class Tiers:
         return list(zip(bounds, [*bounds[1:], len(transfers)], strict=True))
 
     def _load_batch(self, tier: int, transfers: Sequence[_Transfer], deadline: Deadline) -> None:
+        silent: dict[_Transfer, Unanswered] = {}
         for index in range(tier, len(self._stores)):
-            if not transfers or deadline.passed:
+            if not transfers:
+                return
+            if deadline.passed:
+                silent = {**dict.fromkeys(transfers, _LATE), **silent}
                 break
             keys = [transfer.found.header.key for transfer in transfers]
             loaded = self._stores[index].load(keys, deadline_seconds=deadline.remaining_seconds)
             missing = []
             for transfer, segment in zip(transfers, loaded, strict=True):
-                if segment is None:
-                    missing.append(transfer)
-                else:
+                if isinstance(segment, StoredSegment):
                     self._promote(transfer, segment, index)
                     self._deliver(transfer, segment)
+                    continue
+                missing.append(transfer)
+                if segment is not None:
+                    silent.setdefault(transfer, segment)
             # It was evicted or found damaged since; a slower tier may have it as well.
             transfers = missing
         for transfer in transfers:
-            self._deliver(transfer, None)
+            self._deliver(transfer, silent.get(transfer))
 
-    def _deliver(self, transfer: _Transfer, segment: StoredSegment | None) -> None:
+    def _deliver(self, transfer: _Transfer, segment: Loaded) -> None:
         key = transfer.found.header.key
         with self._lock:
             if self._transfers.get(key) is transfer:
@@ -323,7 +339,7 @@ class Tiers:
         """Per tier, the keys of the segments there that build on these, as far as it can list them; None for
         one that did not answer in time. Where nothing can be removed nobody is asked."""
         future: Future[list[list[bytes] | None]] = Future()
-        answer = Answer(future, len(self._stores))
+        answer = Answer[list[bytes] | None](future, len(self._stores), None)
         deadline = Deadline(deadline_seconds, self._clock)
         self._timer.after(deadline_seconds, answer.finish)
 

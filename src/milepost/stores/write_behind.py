@@ -335,10 +335,9 @@ class WriteBehind:
         with self._condition:
             expected = queue.keys | queue.owed.keys()
             parents = [] if self._closed else [key for key in children if key not in expected]
-        found = queue.store.try_has(parents, self._save_deadline_seconds) if parents else []
-        lost = [(children[key], key) for key, has in zip(parents, found or (), strict=False) if not has]
+        lost = queue.store.lacking(parents, self._save_deadline_seconds) if parents else []
         if lost:
-            self._on_losses(lost)
+            self._on_losses([(children[key], key) for key in lost])
 
     def _next(self, queue: _Queue) -> Sequence[_Save] | _Removal | _Repair | None:
         """A removal, or saves up to it, or a repair when there is neither; None at the end."""
@@ -376,7 +375,7 @@ class WriteBehind:
         seconds = self._save_deadline_seconds
         for faster in self._queues[: queue.tier]:
             (segment,) = faster.store.load([key], deadline_seconds=seconds)
-            if segment is not None:
+            if segment:
                 queue.store.save_in_place([segment], deadline_seconds=seconds, released=_nothing)
                 break
         with self._condition:
