@@ -37,7 +37,7 @@ $(VENV)/bin/python:
 
 # torch goes in first and stays: constraints.txt repeats the version for every later install.
 $(VENV)/.stamp-torch: constraints.txt | $(VENV)/bin/python
-	@echo '== torch (the large one) =='
+	@echo '== torch: the large one, some hundred MB and on some systems more than 2 GB; a minute or several, by the network =='
 	@$(PIP) install '$(TORCH)'
 	@touch $@
 
@@ -48,7 +48,7 @@ EXTRAS_full := cpu,server,test,otel,fuzz,oracle,redis,mooncake,nixl,router,bench
 EXTRAS_lint := cpu,server,test,lint
 EXTRAS_bench := cpu,server,bench
 $(VENV)/.stamp-%: pyproject.toml constraints.txt $(VENV)/.stamp-torch
-	@echo '== milepost[$(EXTRAS_$*)] =='
+	@echo '== milepost[$(EXTRAS_$*)]: this package and what it needs; about a minute =='
 	@$(PIP) install -c constraints.txt -e '.[$(EXTRAS_$*)]'
 	@touch $@
 
@@ -62,7 +62,7 @@ native: $(VENV)/.stamp-native ## build the native CPU kernels (needs a C++ compi
 	@:
 
 $(VENV)/.stamp-native: $(NATIVE_SOURCES) | $(VENV)/.stamp-torch
-	@echo '== native kernels =='
+	@echo '== native kernels: compiling, silent for some minutes (NATIVE=0 leaves them out) =='
 	@$(PIP) install --no-deps --force-reinstall ./native
 	@touch $@
 
@@ -110,6 +110,7 @@ native-checks-if-possible: $(VENV)/.stamp-torch
 
 .PHONY: serve
 serve: $(VENV)/.stamp-serve native-if-possible ## serve the embedded model (or MODEL=dir) on HOST:PORT, 127.0.0.1:8000
+	@echo '== starting; it answers once it says "listening on" =='
 	$(VENV)/bin/milepost serve $(MODEL) --host $(HOST) --port $(PORT) $(SERVE_ARGS)
 
 .PHONY: test
