@@ -236,13 +236,26 @@ def test_an_endpoint_in_use_is_named() -> None:
         ("{", "JSON"),
         ('{"endpont": "x"}', "endpont"),
         ('{"publisher": "null"}', "only 'zmq'"),
-        ('{"buffer_steps": -1}', "negative"),
+        ('{"buffer_steps": -1}', "buffer_steps must be from 0 to 2147483646, not -1"),
+        ('{"buffer_steps": 2147483647}', "buffer_steps must be from 0"),
+        ('{"buffer_steps": 99999999999999999999}', "buffer_steps must be from 0"),
+        ('{"hwm": -1}', "hwm must be from 0"),
+        ('{"hwm": 2147483648}', "hwm must be from 0"),
+        ('{"hwm": 99999999999}', "hwm must be from 0"),
+        ('{"endpoint": "tcp://127.0.0.1:5557\\u0000"}', "endpoint has a NUL"),
+        ('{"replay_endpoint": "ipc:///tmp/a\\u0000b"}', "replay_endpoint has a NUL"),
         ('{"hwm": "many"}', "hwm"),
     ],
 )
 def test_a_wrong_config_is_named(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_kv_events_config(text)
+
+
+def test_the_largest_numbers_work() -> None:
+    largest = parse_kv_events_config('{"hwm": 2147483647, "buffer_steps": 2147483646}')
+    endpoint = "tcp://127.0.0.1:*"
+    ZmqPublisher(msgspec.structs.replace(largest, endpoint=endpoint, replay_endpoint=endpoint)).close()
 
 
 def test_vllms_own_config_is_taken() -> None:

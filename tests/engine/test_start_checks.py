@@ -62,6 +62,28 @@ def test_a_folder_that_cannot_be_used(
         check(StoreError, f"store persist: .*{match}", persist=folder)
 
 
+def test_a_folder_that_is_given_twice(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    check(
+        ConfigError, "'file' .*1,073,741,824 bytes.* and 'persist' .*5 bytes.* one and the same place",
+        kv_stores=(f"file://{folder}?bytes=1GiB",), persist=folder, persist_bytes=5,
+    )  # fmt: skip
+    assert not folder.exists()
+
+
+def test_a_folder_whose_name_has_a_nul(tmp_path: Path) -> None:
+    check(ConfigError, "persist: .*control character", persist=tmp_path / "a\0b")
+    check(ConfigError, "kv_store: .*control character", kv_stores=(f"file://{tmp_path}/a%00b",))
+    check(
+        ConfigError, "peer_token_file: cannot read", serve_kv="127.0.0.1:0", peer_token_file=tmp_path / "a\0"
+    )
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), 3601.0])
+def test_a_time_for_loads_that_is_none(seconds: float) -> None:
+    check(ConfigError, "kv_load_seconds: must be above 0 and at most 3600", load_seconds=seconds)
+
+
 @pytest.mark.parametrize("name", ["endpoint", "replay_endpoint"])
 def test_an_endpoint_that_is_taken(name: str) -> None:
     pytest.importorskip("zmq", reason="the events extra is not installed")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from milepost.errors import ConfigError, StoreError
-from milepost.stores.address import open_stores, parse_address, parse_addresses
+from milepost.stores.address import check_places, open_stores, parse_address, parse_addresses
 from milepost.stores.file import FileStore
 from milepost.stores.memory import MemoryStore
 from milepost.stores.segment_format import Identity
@@ -84,6 +84,66 @@ def test_two_tiers_need_two_names(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="name="):
         parse_addresses(texts)
     assert [a.name for a in parse_addresses([texts[0], texts[1] + "?name=b"])] == ["file", "b"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "file:///tmp/a%00b", "file:///tmp/a\0b", "file:///tmp/a%0Ab", "file:///tmp/a?name=%00",
+        "memory://?name=a%0ab", "mooncake://host?ssd=/tmp/%00", "peer://host?token_file=/tmp/%00",
+        "redis://ho%00st", "file:///tmp/a%7f",
+    ],
+)  # fmt: skip
+def test_control_characters_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="control character|no host"):
+        parse_address(text)
+
+
+def test_one_place_is_given_once(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    once = f"file://{tmp_path}/a?bytes=1MiB"
+    for again in (
+        f"file://{tmp_path}/a?bytes=2MiB&name=b",
+        f"file://{tmp_path}/a?bytes=1MiB&name=b",
+        f"file://{tmp_path}/x/../a?name=b",
+        f"file://{tmp_path}/a/?name=b",
+        f"file://{tmp_path}/link?name=b",
+    ):
+        for exists in (False, True):
+            if exists:
+                (tmp_path / "a").mkdir(exist_ok=True)
+            with pytest.raises(ConfigError) as refused:
+                check_places(parse_addresses([once, again]))
+            text = str(refused.value)
+            assert "'file'" in text and "'b'" in text and "1,048,576 bytes" in text, text
+            assert "bytes=2MiB" not in again or "2,097,152 bytes" in text
+        (tmp_path / "a").rmdir()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("redis://host", "rediss://user:hunter2@HOST:6379/0?bytes=1GiB&name=b"),
+        ("peer://host", "peer://host:9400?name=b"),
+        ("mooncake://host", "mooncake://host:50051?name=b"),
+    ],
+)
+def test_one_server_is_given_once(first: str, second: str) -> None:
+    with pytest.raises(ConfigError, match="one and the same place") as refused:
+        check_places(parse_addresses([first, second]))
+    assert "hunter2" not in str(refused.value)
+
+
+def test_places_that_differ(tmp_path: Path) -> None:
+    check_places(
+        parse_addresses(
+            [
+                "memory://", "memory://?name=b", f"file://{tmp_path}/a", f"file://{tmp_path}/b?name=c",
+                "redis://host/0", "redis://host/1?name=d", "redis://host:6380?name=e", "peer://host",
+                "peer://host:9401?name=f",
+            ]
+        )
+    )  # fmt: skip
 
 
 def test_stores_are_opened_in_order(tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ def serve(
     persist: opt.Persist = None,
     persist_bytes: opt.PersistBytes = opt.DEFAULT_PERSIST_SIZE,
     kv_load_policy: opt.LoadPolicy = None,
+    kv_load_seconds: opt.LoadSeconds = None,
     role: opt.Role = "both",
     serve_kv: opt.ServeKv = None,
     peer_token_file: opt.PeerTokenFile = None,
@@ -133,8 +134,8 @@ def serve(
 
     stores = values.store_options(
         kv_store=kv_store, persist=persist, persist_bytes=persist_bytes, load_policy=kv_load_policy,
-        verify_weights=verify_weights, kv_events_config=kv_events_config, role=role, serve_kv=serve_kv,
-        peer_token_file=peer_token_file,
+        load_seconds=kv_load_seconds, verify_weights=verify_weights, kv_events_config=kv_events_config,
+        role=role, serve_kv=serve_kv, peer_token_file=peer_token_file,
     )  # fmt: skip
     options = values.serving_options(
         model=model,

@@ -346,6 +346,17 @@ LoadPolicy = Annotated[
         rich_help_panel=STORES,
     ),
 ]
+LoadSeconds = Annotated[
+    float | None,
+    typer.Option(
+        "--kv-load-seconds",
+        help="Longest that a request waits for stores, look-up and load together; then it is computed. "
+        "Default: as long as computing would take; 10 where the policy is always.",
+        metavar="SECONDS",
+        rich_help_panel=STORES,
+        parser=decimal("kv_load_seconds", unit="seconds", example=10),
+    ),
+]
 Role = Annotated[
     str,
     typer.Option(

@@ -70,6 +70,7 @@ def store_options(
     persist: Path | None,
     persist_bytes: str,
     load_policy: str | None,
+    load_seconds: float | None,
     verify_weights: bool,
     kv_events_config: str | None,
     role: str,
@@ -93,6 +94,7 @@ def store_options(
         role,
         serve_kv,
         peer_token_file,
+        load_seconds,
     )
 
 

@@ -27,6 +27,7 @@ END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 POLL_MILLISECONDS = 200
 CLOSE_SECONDS = 5.0
 _MAX_HWM = 2**31 - 1
+_EXAMPLE = "tcp://127.0.0.1:5557"
 _WAKE_ADDRESS = "inproc://milepost-kv-events"
 
 
@@ -62,8 +63,15 @@ def parse_kv_events_config(text: str) -> KvEventsConfig:
                           '{"endpoint": "tcp://127.0.0.1:5557"}') from None  # fmt: skip
     if config.publisher != "zmq":
         raise ConfigError("kv_events_config", f"publisher is {config.publisher!r}; only 'zmq' exists")
-    if config.buffer_steps < 0 or config.hwm < 0:
-        raise ConfigError("kv_events_config", "buffer_steps and hwm must not be negative")
+    for name, value, most in (
+        ("buffer_steps", config.buffer_steps, _MAX_HWM - 1),
+        ("hwm", config.hwm, _MAX_HWM),
+    ):
+        if not 0 <= value <= most:
+            raise ConfigError("kv_events_config", f"{name} must be from 0 to {most}, not {value}")
+    for name, text in (("endpoint", config.endpoint), ("replay_endpoint", config.replay_endpoint or "")):
+        if "\0" in text:
+            raise ConfigError("kv_events_config", f"{name} has a NUL character; write it like {_EXAMPLE}")
     return config
 
 
@@ -91,7 +99,7 @@ class ZmqPublisher:
         try:
             self._pub = self._bound(zmq.PUB, config.endpoint, config.hwm)
             # A router drops what is over its mark: all that is kept, and the end, has room for one client.
-            room = min(config.buffer_steps + 1, _MAX_HWM)
+            room = config.buffer_steps + 1
             self._replay = (
                 self._bound(zmq.ROUTER, config.replay_endpoint, room) if config.replay_endpoint else None
             )

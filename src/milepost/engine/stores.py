@@ -19,7 +19,13 @@ from milepost.engine.peer_source import CacheSource
 from milepost.engine.roles import ALWAYS, BOTH, check_role, load_policy_of
 from milepost.engine.segments import SegmentCodec
 from milepost.errors import ConfigError, StoreError
-from milepost.stores.address import StoreAddress, open_stores, parse_addresses
+from milepost.stores.address import (
+    StoreAddress,
+    check_places,
+    has_control_characters,
+    open_stores,
+    parse_addresses,
+)
 from milepost.stores.folder import SegmentFolder
 from milepost.stores.inspection import open_folder, scan
 from milepost.stores.peer_nixl import READ_AREA_BYTES
@@ -35,6 +41,7 @@ log = logging.getLogger("milepost.engine")
 
 PERSIST_TIER = "persist"
 DEFAULT_PERSIST_BYTES = 50 << 30
+MAX_LOAD_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,7 @@ class StoreOptions:
         persist: folder of a file tier behind them; None = none.
         persist_bytes: its budget.
         load_policy: "auto" = load where that is sooner than computing; "always"; None = by the role.
+        load_seconds: longest that a request is held for stores, see `Tiering`; None = by the policy.
         role: see `roles`.
         serve_kv: where peers get what is cached here; see `stores.peer_options.parse_serving`.
         peer_token_file: the secret of replicas that pull from each other.
@@ -62,6 +70,7 @@ class StoreOptions:
     role: str = BOTH
     serve_kv: str | None = None
     peer_token_file: Path | None = None
+    load_seconds: float | None = None
 
     def addresses(self) -> list[StoreAddress]:
         """
@@ -70,6 +79,8 @@ class StoreOptions:
         """
         addresses = [self._with_token(address) for address in parse_addresses(self.kv_stores)]
         if self.persist is not None:
+            if has_control_characters(str(self.persist)):
+                raise ConfigError("persist", "the folder's name has a control character; name another folder")
             folder = self.persist.expanduser().absolute()
             if folder == Path(folder.anchor):
                 raise ConfigError("persist", f"{folder} is the root of the file system; name a folder")
@@ -78,6 +89,7 @@ class StoreOptions:
             addresses.append(
                 StoreAddress("file", f"file://{folder}", str(folder), self.persist_bytes, PERSIST_TIER)
             )
+        check_places(addresses)
         return addresses
 
     def _with_token(self, address: StoreAddress) -> StoreAddress:
@@ -135,6 +147,11 @@ class StoreOptions:
         serving = self.serving()
         check_role(self.role, self.addresses(), serves_peers=serving is not None)
         load_policy_of(self.role, self.load_policy)
+        if self.load_seconds is not None and not 0 < self.load_seconds <= MAX_LOAD_SECONDS:
+            raise ConfigError(
+                "kv_load_seconds",
+                f"must be above 0 and at most {MAX_LOAD_SECONDS:g}, not {self.load_seconds:g}",
+            )
         if serving is not None:
             bound(serving).close()
 
@@ -183,7 +200,7 @@ def connect_stores(
     if addresses:
         tiers = Tiers(open_stores(addresses, identity))
         policy = load_policy_of(options.role, options.load_policy)
-        engine.use_tiers(tiers, codec, always_loads=policy == ALWAYS)
+        engine.use_tiers(tiers, codec, always_loads=policy == ALWAYS, max_load_seconds=options.load_seconds)
         log.info(
             "stores, fastest first: %s; fingerprint %s", ", ".join(tiers.names), identity.fingerprint[:16]
         )
@@ -198,13 +215,14 @@ def connect_stores(
 
 def found_text(folder: Path, fingerprint: str) -> str:
     """What a folder of segments holds for the model of `fingerprint`, and for others."""
-    opened = open_folder(folder)
     try:
-        files = scan(opened)
-    except StoreError as error:  # busy: no reason not to start
+        opened = open_folder(folder)
+        try:
+            files = scan(opened)
+        finally:
+            opened.close()
+    except (OSError, StoreError) as error:  # busy, or on a full disk: no reason not to start
         return f"what {folder} holds was not counted: {error}"
-    finally:
-        opened.close()
     mine = [file.num_bytes for file in files if file.path.startswith(f"{fingerprint}/")]
     text = f"found {_count_text(len(mine), sum(mine))} of this model in {folder}"
     others = len(files) - len(mine)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +28,7 @@ ALIASES = {"rediss": "redis"}
 NETWORK_KINDS = ("redis", "mooncake", "peer")
 _COMMON = ("bytes", "name")
 _WITHOUT_BYTES = ("peer",)
+_REDIS_PORT = 6379
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,52 @@ def parse_addresses(texts: Sequence[str]) -> list[StoreAddress]:
     return addresses
 
 
+def has_control_characters(text: str) -> bool:
+    return any(character < " " or character == "\x7f" for character in text)
+
+
+def check_places(addresses: Sequence[StoreAddress]) -> None:
+    """
+    Raises:
+        ConfigError: two of them are one and the same place; names both, and their budgets.
+    """
+    seen: dict[tuple[object, ...], StoreAddress] = {}
+    for address in addresses:
+        if address.kind == "memory":
+            continue
+        first = seen.setdefault(_place(address), address)
+        if first is not address:
+            raise ConfigError(
+                OPTION,
+                f"stores {_described(first)} and {_described(address)} are one and the same place: give it "
+                "once, with one budget",
+            )
+
+
+def _place(address: StoreAddress) -> tuple[object, ...]:
+    if address.kind == "file":
+        # A folder may be reached over links and mounts.
+        path = os.path.realpath(address.path)
+        with contextlib.suppress(OSError):
+            found = os.stat(path)
+            return address.kind, found.st_dev, found.st_ino
+        return address.kind, path
+    parts = urlsplit(address.text)
+    database = int(address.path.strip("/") or 0) if address.kind == "redis" else 0
+    return address.kind, parts.hostname, parts.port or _default_port(address.kind), database
+
+
+def _default_port(kind: str) -> int:
+    from milepost.stores import mooncake_client, peer
+
+    return {"mooncake": mooncake_client.DEFAULT_PORT, "peer": peer.DEFAULT_PORT}.get(kind, _REDIS_PORT)
+
+
+def _described(address: StoreAddress) -> str:
+    budget = "" if address.budget_bytes is None else f", {address.budget_bytes:,} bytes"
+    return f"{address.name!r} ({_shown(address.text)}{budget})"
+
+
 def parse_address(text: str) -> StoreAddress:
     """
     Raises:
@@ -79,6 +128,10 @@ def parse_address(text: str) -> StoreAddress:
             "an address has no host and port that can be read; ports are 1 to 65535, IPv6 hosts stand in [], "
             "and a password's / @ : are written %2F %40 %3A",
         ) from None
+    if has_control_characters(unquote(text)):
+        raise ConfigError(
+            OPTION, "an address has a control character, like %00; no folder or name can have one"
+        )
     kind = ALIASES.get(parts.scheme, parts.scheme)
     if kind not in _OPENERS:
         raise ConfigError(
