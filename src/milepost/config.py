@@ -148,7 +148,7 @@ def read_private_lines(path: Path, field: str) -> tuple[str, ...]:
         with open(path, encoding="utf-8") as file:
             mode = os.fstat(file.fileno()).st_mode
             lines = [line.strip() for line in file]
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # the latter: not text, or a NUL in the name
         raise ConfigError(field, f"cannot read {path}: {error}") from None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError(
