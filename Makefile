@@ -62,7 +62,7 @@ native: $(VENV)/.stamp-native ## build the native CPU kernels (needs a C++ compi
 	@:
 
 $(VENV)/.stamp-native: $(NATIVE_SOURCES) | $(VENV)/.stamp-torch
-	@echo '== native kernels: compiling, silent for some minutes (NATIVE=0 leaves them out) =='
+	@echo '== native kernels: compiling, silent for a minute or several (NATIVE=0 leaves them out) =='
 	@$(PIP) install --no-deps --force-reinstall ./native
 	@touch $@
 

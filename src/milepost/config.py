@@ -211,8 +211,8 @@ def _requirement(extra: str) -> str:
 
 
 def _short(path: Path) -> str:
-    """`path` as seen from the working directory, if it lies there or is it."""
+    """`path` as seen from the checkout, for who stands in it."""
     try:
-        return str(path.relative_to(Path.cwd()))
+        return str(path.relative_to(CHECKOUT)) if Path.cwd() == CHECKOUT else str(path)
     except (OSError, ValueError):
         return str(path)

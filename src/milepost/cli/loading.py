@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
+from milepost.cli.extras import MODEL_PACKAGES, check_modules
 from milepost.cli.fit import draft_text, fit_line, fit_of, memory_line
 
 if TYPE_CHECKING:
@@ -21,10 +22,12 @@ def load(directory: Path | None, options: ServingOptions, console: Console) -> S
 
     Raises:
         ConfigError, CheckpointFileError: see `load_serving_model`.
+        MilepostError: a package is missing.
     """
     from milepost.engine.serving import EMBEDDED_MODEL, load_serving_model, planned_memory
     from milepost.models.hub import model_directory
 
+    check_modules(MODEL_PACKAGES)
     with _progress(console) as on_progress:
         model = load_serving_model(directory, options, on_progress)
     about = model.description

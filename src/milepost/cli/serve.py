@@ -50,7 +50,11 @@ def serve_model(
         console.print(settings_line(model, options, server_options), highlight=False, soft_wrap=True)
         return model
 
+    has_served = False
+
     def on_listening(address: str) -> None:
+        nonlocal has_served
+        has_served = True
         spare_collections()
         console.print(
             f"listening on [bold]{address}[/bold] (OpenAI API at {address}/v1; the cache at {address}/ui)",
@@ -59,6 +63,8 @@ def serve_model(
         )
 
     def on_draining(num_open: int) -> None:
+        if not has_served:  # the reason comes as an error
+            return
         text = "draining: no request is open"
         if num_open:
             requests = "1 open request" if num_open == 1 else f"{num_open} open requests"
