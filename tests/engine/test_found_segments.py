@@ -48,3 +48,8 @@ def test_a_busy_folder_keeps_nobody_from_starting(folder: Path, monkeypatch: pyt
 
     monkeypatch.setattr(stores, "scan", scan)
     assert found_text(folder, MINE) == f"what {folder} holds was not counted: somebody else is in it"
+
+
+def test_a_folder_that_could_not_be_made(tmp_path: Path) -> None:
+    """On a full disk the store makes it later."""
+    assert found_text(tmp_path / "none", MINE).startswith(f"what {tmp_path / 'none'} holds was not counted: ")

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from milepost.core.reasons import HIT, MISS_REASONS
+from milepost.engine.load_outcomes import MEANINGS
 from milepost.engine.messages import FinishedRequest, LoadNote, ReuseExplanation
 from milepost.server.collectors import REUSE_REASONS
 from milepost.server.recent import RecentRequests
@@ -68,7 +69,9 @@ def test_an_eviction_and_a_refusal(eviction: str, text: str) -> None:
 
 def test_what_stores_did() -> None:
     said = sentences(replace(REUSE, load=LoadNote("loaded", "persist", 640, 0.01)))
-    assert "Stores (persist): " in said and said.endswith("; 640 tokens loaded.")
+    assert said.endswith(f"Stores (persist): {MEANINGS['loaded']}; 640 tokens loaded.")
+    for outcome, meaning in MEANINGS.items():
+        assert f"Stores: {meaning}; 0 tokens" in sentences(replace(REUSE, load=LoadNote(outcome, "", 0, 0.0)))
 
 
 def test_the_ring_forgets_the_oldest() -> None:

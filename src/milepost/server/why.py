@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from milepost.core import reasons
+from milepost.engine.load_outcomes import MEANINGS
 from milepost.engine.messages import LoadNote, ReuseExplanation
 
 RETOKENIZED = "retokenized"
@@ -62,4 +63,4 @@ def _gone(cause: str) -> str:
 
 def _load_text(load: LoadNote) -> str:
     tier = f" ({load.tier})" if load.tier else ""
-    return f"Stores{tier}: {load.as_dict().get('meaning', load.outcome)}; {load.num_tokens:,} tokens loaded."
+    return f"Stores{tier}: {MEANINGS[load.outcome]}; {load.num_tokens:,} tokens loaded."
