@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -231,6 +232,29 @@ def test_turns_of_a_chat_through_the_proxy_streamed_and_whole(proxied: Proxied) 
             ]["content"]
         assert text == (alone["choices"][0]["message"]["content"] or "")
         messages.append({"role": "assistant", "content": text})
+
+
+def test_a_prefill_replica_that_hangs_is_not_waited_for(proxied: Proxied) -> None:
+    rng = Random(9)
+    body = {
+        "prompt": [rng.randrange(300, 2000) for _ in range(700)], "max_tokens": 10, "temperature": 0,
+        "ignore_eos": True, "return_token_ids": True,
+    }  # fmt: skip
+    alone = proxied.client.post(f"{proxied.alone.url}/v1/completions", json=body)
+    proxied.prefill.process.send_signal(signal.SIGSTOP)
+    try:
+        begin = time.monotonic()
+        given = proxied.client.post(f"{proxied.url}/v1/completions", json=body)
+        # Two silences at the proxy, and what a decode replica waits for a peer.
+        assert time.monotonic() - begin < 30
+        begin = time.monotonic()
+        body["prompt"] = [*body["prompt"], 5]
+        assert proxied.client.post(f"{proxied.url}/v1/completions", json=body).status_code == 200
+        assert time.monotonic() - begin < 15, "it is asked for nothing for a while"
+    finally:
+        proxied.prefill.process.send_signal(signal.SIGCONT)
+    assert given.json()["choices"][0]["token_ids"] == alone.json()["choices"][0]["token_ids"]
+    assert given.json()["milepost"]["reuse"]["load"]["outcome"] in ("failed", "too_late")
 
 
 def test_what_a_role_refuses_and_what_the_proxy_survives(proxied: Proxied) -> None:
