@@ -207,8 +207,9 @@ def bind(host: str = DEFAULT_HOST, port: int = DEFAULT_PORT) -> socket.socket:
 def _bind_hint(error: OSError, port: int) -> str:
     """What can be done about a port that is not to be had."""
     if error.errno == errno.EADDRINUSE:
+        other = port + 1 if port < 65535 else 0
         return (
-            f"; take another one (--port {port + 1 if port < 65535 else 0}), or stop the program that has "
+            f"; take another one (--port {other}, or PORT={other} with make), or stop the program that has "
             f"it, perhaps an earlier milepost (`ss -ltnp sport = :{port}` or `lsof -i :{port}` names it)"
         )
     if error.errno == errno.EACCES:
