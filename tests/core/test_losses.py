@@ -211,6 +211,6 @@ def test_a_refused_export_of_somebody_who_shares_the_path_is_no_loss() -> None:
     chain = make_chain(PROMPT)
     match = harness.cache.match(chain, 13)
     lease = harness.cache.open(match, chain, 0.0)
-    harness.cache._refuse(lease, 12, "no_memory", "tail")
+    harness.cache._refuse(lease, 12, "no_memory", "tail", 0.0)
     assert len(harness.cache.evictor.losses) == 0
     harness.cache.release(lease, None, 0.0)

@@ -46,6 +46,8 @@ def furnish_lease(
     if request.reuse is None:
         request.num_turns_before = cache.turns_before(lease, match)
     lease.lineage = request.num_turns_before
+    is_pinned = bool(marked_units) and lease.pin_seconds > 0
+    lease.is_one_off = not (lease.lineage or lease.retention_priority > 0 or is_pinned)
 
 
 def build_chunk(
@@ -96,6 +98,6 @@ def build_start(request: Request, lease: Lease, num_units: int) -> WorkerRequest
     return WorkerRequest(request.request_id, request.sampling, request.num_prompt_tokens, history, tables)
 
 
-def nothing_reserved(lease: Lease) -> Reservation:
+def nothing_reserved(lease: Lease, now: float) -> Reservation:
     """A chunk that needs no record: it goes on in its own slots and its last page."""
-    return Reservation([[] for _ in lease.page_tables], None, {}, [], [], lease.running or [])
+    return Reservation([[] for _ in lease.page_tables], None, {}, [], [], lease.running or [], now)

@@ -107,10 +107,8 @@ class Evictor:
     @staticmethod
     def page_limits(lease: Lease) -> tuple[Rank | None, ...]:
         """Below which rank others make room for what `lease` needs to run; None = all do. The first limit
-        holds as long as there is another way: where nobody has come back so far, no live conversation makes
-        room then."""
-        is_marked = bool(lease.marked_units) and lease.pin_seconds > 0
-        if lease.lineage or lease.retention_priority > 0 or is_marked:
+        holds as long as there is another way: for a one-off request no live conversation makes room then."""
+        if not lease.is_one_off:
             return (None,)
         return (LIVE_FLOOR,) if lease.spares_live else (LIVE_FLOOR, None)
 
@@ -138,7 +136,7 @@ class Evictor:
             freed_bytes=self._checkpoint_bytes,
             is_pinned=is_marked and lease.pin_seconds > 0,
             is_guess=guesses,
-            is_live=lease.lineage > 0 and reason in CONTINUATION_REASONS,
+            is_live=not lease.is_one_off and reason in CONTINUATION_REASONS,
             priority=lease.retention_priority,
             reuse_index=self.reuse.index(reuse_class, 0.0, now),
         )
@@ -164,6 +162,12 @@ class Evictor:
         if not is_guess(node):
             self.reuse.created(node.key, self.reuse_class(node), now, node.conversation)
 
+    def await_return(self, lease: Lease, key: bytes, position: int, reason: str, now: float) -> None:
+        """A checkpoint of `lease` was refused. Whether somebody comes back to it is learned all the same."""
+        if reason in reasons.REQUIRED:
+            reuse_class = class_of(reason, position, lease.lineage, is_passed=False)
+            self.reuse.created(key, reuse_class, now, lease.conversation)
+
     def depth_below(self, node: Node, *, guesses: bool) -> int:
         """Depth (units) of the checkpoint a prompt falls back to without the one at `node`; 0 = none.
         Guesses count only with `guesses`, beside their like: where memory is short they are gone, and the
@@ -183,8 +187,23 @@ class Evictor:
         while self.evict_one(0.0):
             pass
 
+    def can_give_up_tip(self, lease: Lease, limit: Rank | None, now: float) -> bool:
+        """Whether `lease` alone stands on a checkpoint, and one that is worth less than `limit`."""
+        tip = lease.tip
+        if tip.states is None or tip.pins != 1:
+            return False
+        return limit is None or self.rank(tip, now) < limit
+
+    def give_up_passed_state(self, lease: Lease, limit: Rank | None, now: float) -> bool:
+        """Free the checkpoint that `lease` left behind at its tip, which its own pin protects. Without this a
+        request that fits alone could wait for ever for the bytes of its own checkpoint."""
+        if lease.running is None or not self.can_give_up_tip(lease, limit, now):
+            return False
+        self.give_up_state(lease.tip)
+        return True
+
     def give_up_state(self, node: Node) -> None:
-        """Free the checkpoint of a node whose only lease does not need it; its pages stay."""
+        """Free the checkpoint of a node; its pages stay."""
         self._free_state(node, "merge")
 
     def drop_subtree(self, root: Node, move: str = "condemned") -> int:
@@ -301,7 +320,7 @@ class Evictor:
             return False
         was_used = node.last_used > node.made_at
         if node.reason in TURN_ENDS:
-            return not node.is_passed
+            return not node.is_passed or (was_used and len(node.children) > 1)
         if node.reason in CONTINUATION_REASONS:
             # The answer of its own turn passed it; the next turn may still go on here.
             return not (node.is_passed and was_used)

@@ -31,14 +31,16 @@ class Lease:
             ones aside.
         on_path: checkpoints of its path, first one first, if their number is bounded. Some may be gone.
         shared_end: positions behind it are not published; None = all are.
+        is_one_off: nothing says that anybody comes back to it: it continues nothing, and its client asks for
+            no checkpoint to be kept.
         spares_live: it does without rather than push out what live conversations go on from.
         marked_units: depths where the caller asked for a checkpoint; those are kept `pin_seconds` long.
     """
 
     __slots__ = (
-        "chain", "conversation", "decode_nodes", "exports", "hit_reason", "is_caching", "lineage",
-        "marked_units", "newest", "num_hit_units", "on_path", "page_tables", "pin_seconds", "previous",
-        "replaced", "retention_priority", "running", "shared_end", "spares_live", "tip",
+        "chain", "conversation", "decode_nodes", "exports", "hit_reason", "is_caching", "is_one_off",
+        "lineage", "marked_units", "newest", "num_hit_units", "on_path", "page_tables", "pin_seconds",
+        "previous", "replaced", "retention_priority", "running", "shared_end", "spares_live", "tip",
     )  # fmt: skip
 
     def __init__(self, chain: KeyChain, tip: Node, page_tables: list[list[int]], *, is_caching: bool) -> None:
@@ -61,6 +63,7 @@ class Lease:
         self.retention_priority = 0
         self.pin_seconds = 0.0
         self.shared_end: int | None = None
+        self.is_one_off = False
         self.spares_live = False
 
     def shared(self, position: int) -> int:
@@ -98,6 +101,7 @@ class Reservation:
     """(pool, record id) of everything taken, for rollback."""
     initial: list[int]
     """Per recurrent group, where the chunk reads its initial state."""
+    now: float
     starts_from_checkpoint: bool = False
     """`initial` are the slots of a checkpoint."""
     reclaimed_reason: str | None = None

@@ -100,7 +100,7 @@ class PrefixCache:
     def take_pages(self, lease: Lease, num_units: int, now: float) -> list[list[int]] | None:
         """Pages for the units of `lease` up to `num_units`, to be filled from outside between steps;
         per attention group, or None with nothing taken."""
-        taken = Reservation([[] for _ in self.attention], None, {}, [], [], [])
+        taken = Reservation([[] for _ in self.attention], None, {}, [], [], [], now)
         for group in self.attention:
             for _ in range(num_units - lease.num_units):
                 page = self._acquire(group.index, now, taken)
@@ -123,7 +123,7 @@ class PrefixCache:
         return self._take(self._running_pools, now, may_evict=True)
 
     def _take(self, pools: Sequence[int], now: float, *, may_evict: bool) -> list[int] | None:
-        taken = Reservation([], None, {}, [], [], [])
+        taken = Reservation([], None, {}, [], [], [], now)
         slots = self._acquire_slots(pools, taken, now, may_evict=may_evict)
         for pool, record_id in taken.records:
             self.memory.keep(pool, record_id)
@@ -203,7 +203,9 @@ class PrefixCache:
             end_reason: why the state at `end` is wanted, if it is. Where it has to be exported it always
                 is, since the request could be ended there.
         """
-        taken = Reservation([[] for _ in self.attention], None, {}, [], [], list(self.initial_slots(lease)))
+        taken = Reservation(
+            [[] for _ in self.attention], None, {}, [], [], list(self.initial_slots(lease)), now
+        )
         taken.starts_from_checkpoint = lease.running is None and lease.tip.states is not None
         if self.is_end_exported(lease, end):
             exports = [*exports, (end, end_reason or reasons.INTERVAL)]
@@ -242,15 +244,16 @@ class PrefixCache:
             self.evictor.losses.remember(lease.tip.key, "reclaim", reservation.reclaimed_reason)
         lease.exports = reservation.exports
         for position, reason in reservation.refused:
-            self._refuse(lease, position, reasons.REFUSED_NO_MEMORY, reason)
+            self._refuse(lease, position, reasons.REFUSED_NO_MEMORY, reason, reservation.now)
 
-    def _refuse(self, lease: Lease, position: int, why: str, reason: str) -> None:
+    def _refuse(self, lease: Lease, position: int, why: str, reason: str, now: float) -> None:
         """A checkpoint of `lease` at `position` was wanted and is not kept."""
         self.counters.refusals[why, reason] += 1
         units = floor_div(position, self.match_unit)
         key = lease.chain.extend(units)[units - 1]
         if lease.is_caching and key not in self.tree.state_nodes:
             self.evictor.losses.remember(key, why, reason)
+            self.evictor.await_return(lease, key, position, reason, now)
 
     def rollback(self, lease: Lease, reservation: Reservation) -> None:
         """Give everything back that `reserve` took. What it evicted to make room stays evicted."""
@@ -261,7 +264,7 @@ class PrefixCache:
     def _acquire_page(self, lease: Lease, pool: int, taken: Reservation, now: float) -> int | None:
         for limit in self.evictor.page_limits(lease):
             page = self._acquire(pool, now, taken, below=limit)
-            if page is None and self._give_up_passed_state(lease):
+            if page is None and self.evictor.give_up_passed_state(lease, limit, now):
                 page = self._acquire(pool, now, taken, below=limit)
             if page is not None:
                 return page
@@ -271,7 +274,11 @@ class PrefixCache:
         tip = lease.tip
         for limit in self.evictor.page_limits(lease):
             slots = self._acquire_slots(self._running_pools, taken, now, may_evict=True, below=limit)
-            if slots is None and not self.keeps_states_apart and tip.states is not None and tip.pins == 1:
+            if (
+                slots is None
+                and not self.keeps_states_apart
+                and self.evictor.can_give_up_tip(lease, limit, now)
+            ):
                 # Nothing can make room: serve on, in place, without the checkpoint this lease stands on.
                 taken.reclaimed_reason = tip.reason
                 slots = tip.states
@@ -279,15 +286,6 @@ class PrefixCache:
                 taken.running = slots
                 return True
         return False
-
-    def _give_up_passed_state(self, lease: Lease) -> bool:
-        """Free the checkpoint that `lease` left behind at its tip, which its own pin protects. Without
-        this a request that fits alone could wait for ever for the bytes of its own checkpoint."""
-        tip = lease.tip
-        if lease.running is None or tip.states is None or tip.pins != 1:
-            return False
-        self.evictor.give_up_state(tip)
-        return True
 
     def _acquire_slots(
         self,
@@ -344,7 +342,7 @@ class PrefixCache:
         for position, (_, reason) in lease.exports.items():
             # Drafts that would have led to a boundary may not have been accepted.
             if position <= end or reason != reasons.DECODE:
-                self._refuse(lease, position, reasons.REFUSED_NOT_WRITTEN, reason)
+                self._refuse(lease, position, reasons.REFUSED_NOT_WRITTEN, reason, now)
         self._give_back_reserved(lease)
 
     def _settle_export(self, lease: Lease, acknowledged: set[int], now: float) -> None:
@@ -357,7 +355,7 @@ class PrefixCache:
         if position in acknowledged:
             self._attach(lease, slots, reason, now)
         else:
-            self._refuse(lease, position, reasons.REFUSED_NOT_WRITTEN, reason)
+            self._refuse(lease, position, reasons.REFUSED_NOT_WRITTEN, reason, now)
             self.give_back_slots(slots)
 
     def keep_running(self, lease: Lease, reason: str, now: float) -> bool:

@@ -272,7 +272,7 @@ class Scheduler:
         start, end = request.num_processed, request.num_processed + 1
         lease = request.held_lease
         if self.cache.is_supplied(lease, start):
-            reservation: Reservation | None = nothing_reserved(lease)
+            reservation: Reservation | None = nothing_reserved(lease, self._now)
         else:
             reservation = self._reserve(request, end, (), reasons.DECODE)
         if reservation is None:
