@@ -27,7 +27,7 @@ from milepost.sim.fingerprint import FingerprintError
 from milepost.sim.swarm import ACTIONS, PROMPTS, Swarm, SwarmConfig, draw_geometry
 from milepost.sim.world import Checks, SimulationError
 
-NUM_STEPS = 2_400
+NUM_STEPS = 3_000
 SEEDS = range(10)
 ACTION_WEIGHTS = {
     "step": 6.0, "add": 3.0, "reset": 0.02, "tick": 0.1, "abort": 0.8, "save": 0.1, "load": 0.1,
