@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import pytest
 from tests.engine.engines import collect
 from tests.engine.replicas import FINGERPRINT, UNIT, Kept, Replica, memory_store, replica, words
+from tests.engine.test_named import Caller
 
 from milepost.core.hashing import CacheDomain, KeyChain
 from milepost.engine import load_outcomes
 from milepost.engine import tiering_limits as limits
 from milepost.engine.load_outcomes import LOOKUP_OUTCOMES, MEANINGS, outcome_of_silence
+from milepost.engine.manifests import StoresUnavailable
 from milepost.engine.tokenizer import Tokenizer
 from milepost.errors import StoreError
 from milepost.models.loading import LoadedModel
@@ -273,3 +276,56 @@ def test_computing_speed_is_learned_from_prompts_only(model: LoadedModel, tokeni
     assert any(rows >= limits.MIN_MEASURED_TOKENS and change for rows, change in noted)
     assert not any(change for rows, change in noted if rows < limits.MIN_MEASURED_TOKENS)
     assert any(rows < limits.MIN_MEASURED_TOKENS for rows, _ in noted)
+
+
+# ------------------------------------------------------------------ names
+
+
+@pytest.mark.parametrize("operation", [oc.LOOKUP, oc.LOAD])
+@pytest.mark.parametrize("how", ["raises", oc.TIMEOUT])
+def test_names_are_not_forgotten_because_a_store_fails_once(
+    model: LoadedModel, tokenizer: Tokenizer, operation: str, how: str
+) -> None:
+    """One failure opens no breaker: nothing but the answer itself says that there was none."""
+    store = Scripted()
+    with replica(model, tokenizer, store) as here:
+        caller = Caller(model, here)
+        for name in ("one", "two"):
+            here.ask(words(len(name) + len(name[0]), 100))
+            caller.save(name, words(len(name) + len(name[0]), 100))
+        fails = failing(operation, how)
+        left = 1
+
+        def once(called: str, keys: Sequence[bytes], seconds: float) -> list[Unanswered] | None:
+            nonlocal left
+            if called != operation or not left:
+                return None
+            left -= 1
+            return fails(called, keys, seconds)
+
+        store.before = once
+        with pytest.raises(StoresUnavailable):
+            caller.load("one")
+        assert caller.load("one").cached_tokens == 96
+        left = 1
+        with pytest.raises(StoresUnavailable):
+            caller.names()
+        assert caller.names() == ["one", "two"]
+        # Whatever fails while another name is saved, none goes off the list.
+        here.ask(words(9, 100))
+        for number in range(5):
+            store.before, left = _nothing, 0
+            skip = number
+
+            def later(called: str, keys: Sequence[bytes], seconds: float) -> list[Unanswered] | None:
+                nonlocal skip
+                if called != operation:
+                    return None
+                skip -= 1
+                return fails(called, keys, seconds) if skip == -1 else None
+
+            store.before = later
+            with suppress(StoresUnavailable):
+                caller.save("three", words(9, 100))
+            store.before = _nothing
+            assert {"one", "two"} <= set(caller.names()), number
