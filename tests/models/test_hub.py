@@ -128,8 +128,8 @@ def test_offline_asks_nobody(tmp_path: Path) -> None:
 
 
 def test_drafters_that_ship_with_the_package_have_names(hub: list[Any]) -> None:
-    shipped = model_directory("milepost-tiny/eagle3")
-    assert (shipped / "config.json").exists() and not hub
+    for name in ("eagle3", "dspark"):
+        assert (model_directory(f"milepost-tiny/{name}") / "config.json").exists() and not hub
     hub.append(RuntimeError("not found"))
     with pytest.raises(CheckpointFileError, match="the hub does not give it"):
         model_directory("milepost-tiny/nothing")

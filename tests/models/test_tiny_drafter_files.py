@@ -1,5 +1,5 @@
-"""The embedded model's draft module: its files, what it costs who does not use it, and that training and
-serving compute the same."""
+"""The embedded model's draft module and the drafters beside it: their files, what they cost who does not use
+them, and that training and serving compute the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from milepost.engine.serving import ServingOptions, planned_memory  # noqa: E402
 from milepost.engine.speculative import SpeculativeConfig  # noqa: E402
 from milepost.kernels.index import AttentionIndex, RowSpan  # noqa: E402
 from milepost.models.description import describe  # noqa: E402
+from milepost.models.dflash import BlockLane  # noqa: E402
 from milepost.models.dry_run import check_checkpoint  # noqa: E402
+from milepost.models.dspark import BlockDrafter  # noqa: E402
 from milepost.models.inputs import StepInputs  # noqa: E402
 from milepost.models.loading import LoadedModel, load_model  # noqa: E402
 
@@ -184,8 +186,56 @@ def test_training_and_serving_of_the_eagle3_drafter_compute_the_same(training: M
     assert float((served[0] - served[1]).abs().max()) > 0.1, "the steps do not differ at all"
 
 
-def test_the_eagle3_drafter_is_small_and_uses_all_it_has() -> None:
-    report = check_checkpoint(FOLDER, num_draft_tokens=2, **EAGLE3)
-    assert not [name for name in report.unused_tensors if name.startswith("draft_model:")]
-    assert report.description.draft_parameters <= 420_000
-    assert (FOLDER / "eagle3" / "model.safetensors").stat().st_size < 1_000_000
+DSPARK = {"draft_method": "dspark", "draft_model": "milepost-tiny/dspark"}
+
+
+def test_training_and_serving_of_the_dspark_drafter_compute_the_same(training: ModuleType) -> None:
+    """Guesses of a block behind 44 tokens, each row behind the tokens that came before it, and how far
+    the drafter trusts them."""
+    import block_drafter
+    from export import load_exported
+    from safetensors.torch import load_file
+
+    model = load_model(FOLDER, dtype="float32", num_draft_tokens=4, **DSPARK)
+    drafter, field = model.drafts, model.layout.attention[-1].token_fields
+    assert isinstance(drafter, BlockDrafter)
+    tokens = random_tokens(48, model.vocab_size, seed=4)
+    anchor, rows = 44, drafter.spec.block_rows
+    mask = read_json("dspark/config.json")["dflash_config"]["mask_token_id"]
+    target = load_exported(FOLDER)
+    module = block_drafter.BlockDrafter(block_drafter.BlockConfig(mask_token_id=mask)).eval()
+    assert module.config.hub_config() == read_json("dspark/config.json")
+    tensors = load_file(FOLDER / "dspark" / "model.safetensors")
+    module.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+    block = torch.tensor([[[tokens[anchor], *[mask] * (rows - 1)]]])
+    before = torch.tensor(tokens[anchor : anchor + rows])
+    with torch.no_grad():
+        taps, _, embedding = block_drafter.target_taps(
+            target, torch.tensor([tokens]), module.config.target_layer_ids
+        )
+        hidden = module.rows(taps, torch.tensor([[anchor]]), embedding(block))[0, 0]
+        known = module.markov_head.markov_w1(before)
+        trained = hidden @ target.lm_head.weight.T + module.markov_head.markov_w2(known)
+        trusted = module.confidence_head.proj(torch.cat([hidden, known], -1)).sigmoid().squeeze(-1)
+
+    driver = Driver(load_model(FOLDER, dtype="float32"), match_unit=UNIT, cache_bytes=16 << 20)
+    places, pages = torch.arange(anchor), torch.arange(-(-anchor // UNIT))
+    cache = {(each.layer, each.name): torch.zeros(len(pages), UNIT, each.width) for each in field}
+    index = AttentionIndex((RowSpan(0, anchor, 0),), (pages,), places // UNIT, places % UNIT)
+    with torch.inference_mode():
+        drafter.store(driver.decoder_states(tokens, drafter.spec.tap_layers)[:anchor], index, cache)
+        guessing = drafter.run([BlockLane(tokens[anchor], anchor, pages)], cache)[0]
+        made = drafter.read(guessing, drafter.base_logits(guessing), before, drafter.first_state(rows))
+    assert made.confidence is not None
+    torch.testing.assert_close(made.logits.log_softmax(-1), trained.log_softmax(-1), atol=2e-3, rtol=1e-3)
+    torch.testing.assert_close(made.confidence, trusted, atol=2e-3, rtol=1e-3)
+    assert float((made.logits[0] - made.logits[1]).abs().max()) > 0.1, "the rows do not differ at all"
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("eagle3", 420_000), ("dspark", 760_000)])
+def test_drafters_beside_it_are_small_and_use_all_they_have(name: str, parameters: int) -> None:
+    options = {"draft_method": name, "draft_model": f"milepost-tiny/{name}"}
+    report = check_checkpoint(FOLDER, num_draft_tokens=2, **options)
+    assert not [tensor for tensor in report.unused_tensors if tensor.startswith("draft_model:")]
+    assert 0 < report.description.draft_parameters <= parameters
+    assert (FOLDER / name / "model.safetensors").stat().st_size <= 2 * parameters + 10_000
