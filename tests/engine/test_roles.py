@@ -80,7 +80,7 @@ def test_memory_for_bytes_on_their_way_is_planned() -> None:
 
 def test_the_secret_goes_to_every_peer_that_has_none_of_its_own(tmp_path: Path) -> None:
     token = tmp_path / "token"
-    options = StoreOptions((PEER, f"{PEER}?name=other&token_file=/other", OWN), peer_token_file=token)
+    options = StoreOptions((PEER, f"{PEER}2?name=other&token_file=/other", OWN), peer_token_file=token)
     first, other, own = options.addresses()
     assert first.options["token_file"] == str(token)
     assert other.options["token_file"] == "/other"
