@@ -1,5 +1,5 @@
-"""What drafts for the embedded model, its own module and drafters beside it: the same answers, and guesses that
-are right as often as the docs say, cold and behind a hit."""
+"""What drafts for the embedded model, its own module and drafters beside it: the same answers, and guesses
+that are right as often as the docs say, cold and behind a hit."""
 
 from __future__ import annotations
 
