@@ -281,7 +281,7 @@ class Run:
 
     def load(self) -> None:
         directory = cached_model(self.options.load_size)
-        self.results.load = loading.ratios(loading.measure(directory, min(3, self.options.repetitions)))
+        self.results.load = loading.ratios(loading.measure(directory, min(3, self.options.repetitions), None))
 
 
 def cached_model(size: str) -> Path:

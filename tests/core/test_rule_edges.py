@@ -11,7 +11,7 @@ from milepost.core import reasons
 from milepost.core.chunking import effective_spacing, marked_units, settled_position
 from milepost.core.coordinator import joint_hit
 from milepost.core.geometry import AttentionGroupSpec, CacheGeometry, RecurrentGroupSpec
-from milepost.core.retention import SegmentRecord, eviction_rank, export_order, segment_value
+from milepost.core.retention import LIVE_FLOOR, SegmentRecord, eviction_rank, export_order, segment_value
 
 
 def test_a_settled_position_is_the_nearest_that_splits_nothing() -> None:
@@ -82,6 +82,7 @@ def test_guesses_go_first_and_pins_last_whatever_they_are_worth() -> None:
     assert [order.index(record) for record in sorted(order, key=eviction_rank)] == list(range(9))
     assert eviction_rank(_record()) == eviction_rank(_record(is_guess=False, is_pinned=False))
     # Between classes with one value alike, the class alone decides, and it is the one the name says.
+    assert eviction_rank(_record(**dear)) < LIVE_FLOOR < eviction_rank(_record(is_live=True, **cheap))
     alike = [_record(is_guess=True), _record(), _record(is_live=True), _record(is_pinned=True)]
     assert [eviction_rank(record)[0] for record in alike] == [0, 1, 2, 3]
 

@@ -45,7 +45,7 @@ def _link(folder: Path) -> None:
     ("make", "match"),
     [
         (_other_files, "other files"),
-        (_open_to_all, "chmod go-w"),
+        (_open_to_all, "give a folder of your own"),
         (_link, "symbolic link"),
         (Path.touch, "not a folder"),
     ],

@@ -151,5 +151,5 @@ def test_without_nixl_bytes_come_over_the_connection_unless_it_is_insisted(
     (store,) = open_stores([parse_address("peer://127.0.0.1:1")], IDENTITY)
     assert isinstance(store, PeerStore) and not store._bulk.is_ready
     store.close()
-    with pytest.raises(StoreError, match=r"pip install 'milepost\[nixl\]'"):
+    with pytest.raises(StoreError, match=r"pip install .*nixl"):
         open_stores([parse_address("peer://127.0.0.1:1?transport=nixl")], IDENTITY)

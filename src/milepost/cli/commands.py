@@ -11,11 +11,10 @@ from rich.console import Console
 
 from milepost import __version__
 from milepost.cli import options as opt
-from milepost.cli import values
+from milepost.cli import sim_options, values
 from milepost.cli.cache import app as cache_app
 from milepost.cli.extras import missing_text
 from milepost.cli.help import Command
-from milepost.cli.numbers import decimal, whole
 from milepost.config import DEFAULT_AUDIT_SHARE, DEFAULT_MATCH_UNIT, EXACT, FP32, SchedulerConfig
 from milepost.errors import ConfigError, MilepostError, RequestError
 
@@ -287,118 +286,22 @@ def info(
 
 @app.command(cls=Command)
 def sim(
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            "--trace",
-            metavar="FILE",
-            help="Mooncake-style JSONL to replay, plain, .gz or .xz. Default: a workload.",
-        ),
-    ] = None,
-    workload: Annotated[
-        str,
-        typer.Option(
-            "--workload", metavar="NAME", help="Generated: multiturn, fork, completions, agents or growing."
-        ),
-    ] = "multiturn",
-    scale: Annotated[
-        int,
-        typer.Option(
-            "--scale",
-            metavar="N",
-            parser=whole("scale", example=2, least=1),
-            help="Multiplies a workload's conversations.",
-        ),
-    ] = 1,
-    seed: Annotated[
-        int,
-        typer.Option(
-            "--seed",
-            metavar="N",
-            parser=whole("seed", example=7),
-            help="Seed of a workload or of the first swarm run.",
-        ),
-    ] = 0,
-    geometry: Annotated[
-        str, typer.Option("--geometry", metavar="NAME", help="Model sizes: kimi-k3 or kimi-linear-48b.")
-    ] = "kimi-linear-48b",
-    budgets: Annotated[
-        str, typer.Option("--budgets", metavar="SIZES", help="Cache sizes to try, separated by commas.")
-    ] = "8GiB,64GiB,512GiB",
-    policies: Annotated[
-        str,
-        typer.Option(
-            "--policies",
-            metavar="NAMES",
-            help="Any of milepost, milepost-lru, lru, optimal, clairvoyant, align; with commas.",
-        ),
-    ] = "milepost,lru,optimal",
-    prefix_match_unit: Annotated[
-        int | None,
-        typer.Option(
-            "--prefix-match-unit",
-            metavar="N",
-            parser=whole("prefix_match_unit", example=32, least=1),
-            help="Tokens. Default: 512 for a trace, else 32.",
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            "--limit",
-            metavar="N",
-            parser=whole("limit", example=100, least=1),
-            help="Only the first so many requests.",
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-tokens",
-            metavar="N",
-            parser=whole("max_tokens", example=64, least=1),
-            help="Cut answers. Default: 1 for a trace, else as recorded.",
-        ),
-    ] = None,
-    max_num_batched_tokens: Annotated[
-        int,
-        typer.Option(
-            "--max-num-batched-tokens",
-            metavar="N",
-            parser=whole("max_num_batched_tokens", example=8192, least=1),
-            help="Tokens computed per step.",
-        ),
-    ] = 8192,
-    tokens_per_second: Annotated[
-        float | None,
-        typer.Option(
-            "--tokens-per-second",
-            metavar="X",
-            parser=decimal("tokens_per_second", example=5000, least=0.001),
-            help="Let steps take time; shows queues and TTFT.",
-        ),
-    ] = None,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the results as JSON.")
-    ] = None,
-    plot_path: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Write a chart as SVG.")
-    ] = None,
-    compare: Annotated[
-        bool,
-        typer.Option(
-            "--compare", metavar="", help="Milepost beside align on all workloads, request by request."
-        ),
-    ] = False,
-    swarm: Annotated[
-        int | None,
-        typer.Option(
-            "--swarm",
-            metavar="N",
-            parser=whole("swarm", example=1000, least=1),
-            help="Do so many random actions in checked worlds instead.",
-        ),
-    ] = None,
+    trace: sim_options.Trace = None,
+    workload: sim_options.Workload = "multiturn",
+    scale: sim_options.Scale = 1,
+    seed: sim_options.Seed = 0,
+    geometry: sim_options.Geometry = "kimi-linear-48b",
+    budgets: sim_options.Budgets = "8GiB,64GiB,512GiB",
+    policies: sim_options.Policies = "milepost,lru,optimal",
+    prefix_match_unit: sim_options.PrefixMatchUnit = None,
+    limit: sim_options.Limit = None,
+    max_tokens: sim_options.MaxTokens = None,
+    max_num_batched_tokens: sim_options.MaxNumBatchedTokens = 8192,
+    tokens_per_second: sim_options.TokensPerSecond = None,
+    json_path: sim_options.JsonPath = None,
+    plot_path: sim_options.PlotPath = None,
+    compare: sim_options.Compare = False,
+    swarm: sim_options.Swarm = None,
 ) -> None:
     """Replay a trace or a workload through the real core, with policies side by side; loads no model."""
     from milepost.cli.sim import SimOptions, run_comparison, run_replays, run_swarm

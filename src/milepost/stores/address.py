@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
-from milepost.config import parse_size, read_secret
+from milepost.config import install_command, parse_size, read_secret
 from milepost.errors import ConfigError, StoreError
 from milepost.stores.port import SegmentStore
 from milepost.stores.segment_format import Identity
@@ -235,7 +235,7 @@ def _open_redis(address: StoreAddress, identity: Identity) -> SegmentStore:
 
         return RedisStore(address.text, identity, budget_bytes=address.budget_bytes or 1, name=address.name)
     except ImportError:
-        raise StoreError("redis:// needs a client; install it with: pip install 'milepost[redis]'") from None
+        raise StoreError(f"redis:// needs a client; install it with: {install_command('redis')}") from None
 
 
 def _open_mooncake(address: StoreAddress, identity: Identity) -> SegmentStore:
@@ -263,7 +263,7 @@ def _open_mooncake(address: StoreAddress, identity: Identity) -> SegmentStore:
     except ImportError as error:
         raise StoreError(
             "mooncake:// needs a client and the system library libibverbs1; "
-            f"install them with: apt install libibverbs1; pip install 'milepost[mooncake]' ({error})"
+            f"install them with: apt install libibverbs1; {install_command('mooncake')} ({error})"
         ) from None
 
 

@@ -146,7 +146,10 @@ class SegmentFolder:
                 f"{self.root} belongs to user {found.st_uid}; cached prompts need a folder of yours"
             )
         if found.st_mode & 0o022:
-            raise StoreError(f"{self.root} can be written by others; run: chmod go-w {self.root}")
+            raise StoreError(
+                f"{self.root} can be written by others, who could change what is reused; give a folder "
+                "of your own, like ~/.cache/milepost (one that is missing is made, for you alone)"
+            )
         names = os.listdir(self.root)
         if names and LEDGER_NAME not in names:
             raise StoreError(f"{self.root} holds other files; give a new or empty folder")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, urlsplit
 
-from milepost.config import parse_size
+from milepost.config import install_command, parse_size
 from milepost.errors import ConfigError, StoreError
 from milepost.stores.peer import DEFAULT_MAX_OBJECT_BYTES, DEFAULT_PORT, DEFAULT_SILENCE_SECONDS
 from milepost.stores.peer_nixl import is_loopback
@@ -139,6 +139,6 @@ def parse_taking(options: Mapping[str, str], option: str) -> PeerTaking:
 def nixl_hint(error: Exception) -> StoreError:
     """What to do where `transport=nixl` cannot be."""
     return StoreError(
-        f"transport=nixl needs NIXL; install it with: pip install 'milepost[nixl]', or take transport=wire "
+        f"transport=nixl needs NIXL; install it with: {install_command('nixl')}, or take transport=wire "
         f"({error})"
     )
