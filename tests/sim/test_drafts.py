@@ -18,9 +18,19 @@ from milepost.config import CacheConfig, SchedulerConfig
 from milepost.core import outcome, scheduler
 from milepost.core.geometry import AttentionGroupSpec, CacheGeometry, RecurrentGroupSpec
 from milepost.core.lease import Lease
-from milepost.core.plan import ChunkPlan, ChunkResult, SamplingParams, StepPlan, StepResult
+from milepost.core.plan import (
+    COUPLED,
+    GREEDY,
+    PROBABILISTIC,
+    ChunkPlan,
+    ChunkResult,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+)
 from milepost.core.prefix_cache import PrefixCache
 from milepost.core.request import Request
+from milepost.sim.drafting import SAMPLINGS as SAMPLINGS_OF_DRAFTS
 from milepost.sim.drafting import DraftingConfig
 from milepost.sim.fingerprint import FingerprintError, FingerprintWorker
 from milepost.sim.model import FingerprintModel
@@ -135,6 +145,38 @@ def test_it_does_not_matter_who_drafts(name: str, grid: int) -> None:
         assert counters.num_draft_tokens == made > counters.num_accepted_draft_tokens > 0
         counted.append(session)
     assert counted[0] == counted[1]
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_plans_differ_by_how_drafts_are_drawn_in_one_field(is_own: bool) -> None:
+    """Nothing in the core depends on it: it is carried to a worker that drafts."""
+    made: dict[str, list[StepPlan]] = {}
+    for sampling in SAMPLINGS_OF_DRAFTS:
+        world = make_world(DraftingConfig(5, 0.3, is_ragged=True, is_own=is_own, sampling=sampling))
+        plans = made[sampling] = []
+        schedule = world.scheduler.schedule
+
+        def keep(now: float) -> StepPlan:
+            plans.append(schedule(now))  # noqa: B023
+            return plans[-1]  # noqa: B023
+
+        world.scheduler.schedule = keep  # type: ignore[method-assign]
+        play(world, SAMPLINGS["sampled"])
+        chunks = [chunk for plan in plans for chunk in plan.chunks]
+        assert {c.draft_sampling for c in chunks if c.num_own_drafts} == ({sampling} if is_own else set())
+        assert {c.draft_sampling for c in chunks if not c.num_own_drafts} == {GREEDY}
+        assert sum(c.num_drafts for c in chunks) > 50
+        for chunk in chunks:
+            chunk.draft_sampling = GREEDY
+    assert made[COUPLED] == made[GREEDY] == made[PROBABILISTIC]
+
+
+def test_a_plan_that_asks_for_other_drafts_is_found() -> None:
+    world = make_world(DraftingConfig(5, 0.0, is_own=True, sampling=COUPLED))
+    assert world.scheduler.drafts is not None
+    world.scheduler.drafts.draft_sampling = GREEDY
+    with pytest.raises(FingerprintError, match="as 'greedy', configured is 'coupled'"):
+        play(world, SAMPLINGS["sampled"])
 
 
 def test_a_perfect_drafter_saves_steps_and_crosses_boundaries() -> None:

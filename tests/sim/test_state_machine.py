@@ -25,6 +25,7 @@ from milepost.core.geometry import AttentionGroupSpec, CacheGeometry, RecurrentG
 from milepost.core.plan import SamplingParams
 from milepost.core.request import CacheDomain
 from milepost.errors import RequestError
+from milepost.sim.drafting import SAMPLINGS as DRAFT_SAMPLINGS
 from milepost.sim.drafting import DraftingConfig
 from milepost.sim.fakes import WorkerFaults
 from milepost.sim.model import FingerprintModel
@@ -40,9 +41,12 @@ executed: Counter[str] = Counter()
 """Rules that ran, by name, over all examples; the test prints and checks the sum."""
 
 GEOMETRIES = st.builds(
-    lambda unit, pages, states, alignment: CacheGeometry(
+    lambda unit, pages, states, alignment, tap: CacheGeometry(
         match_unit=unit,
-        attention=tuple(AttentionGroupSpec(f"attention {i}", size) for i, size in enumerate(pages)),
+        attention=tuple(
+            AttentionGroupSpec(f"attention {i}", size, tap * (i == len(pages) - 1))
+            for i, size in enumerate(pages)
+        ),
         recurrent=tuple(
             RecurrentGroupSpec(f"recurrent {i}", size, alignment) for i, size in enumerate(states)
         ),
@@ -51,6 +55,7 @@ GEOMETRIES = st.builds(
     st.lists(st.sampled_from((1, 1500, 5000)), min_size=1, max_size=2),
     st.lists(st.sampled_from((1, 20_000)), min_size=0, max_size=2),
     st.sampled_from((1, 2, None)),
+    st.sampled_from((0, 40)),
 )
 TOKENS = st.integers(0, 2)
 SAMPLINGS = st.one_of(
@@ -82,6 +87,8 @@ class CoreMachine(RuleBasedStateMachine):
             num_draft_tokens=st.sampled_from((0, 1, 3, 8)),
             error_rate=st.sampled_from((0.0, 0.3, 1.0)),
             is_ragged=st.booleans(),
+            is_own=st.booleans(),
+            sampling=st.sampled_from(DRAFT_SAMPLINGS),
         ),
     )
     def start(

@@ -9,6 +9,7 @@ from milepost.core.prefix_cache import PrefixCache
 from milepost.core.request import Request
 from milepost.sim.fingerprint import FingerprintWorker
 from milepost.sim.model import TrueSequence
+from milepost.sim.taps import tapped_groups
 
 
 class ContentsCheck:
@@ -18,6 +19,7 @@ class ContentsCheck:
         self._cache = cache
         self._worker = worker
         self._unit = cache.geometry.match_unit
+        self._tapped = tapped_groups(cache.geometry)
         self._nodes_by_key: dict[bytes, list[int]] = {}
         self._num_learned: dict[int, int] = {}
 
@@ -55,7 +57,8 @@ class ContentsCheck:
                 problems.append(f"{node} has a key that no request made")
                 continue
             for group, page in enumerate(node.pages):
-                if worker.pages[group].get(page) != nodes:
+                held = [*nodes, nodes[-1]] if group in self._tapped else nodes
+                if worker.pages[group].get(page) != held:
                     problems.append(f"{node}: page {page} of group {group} does not hold its unit")
                 if ("page", group, page) in listed:
                     problems.append(f"{node}: page {page} of group {group} is listed twice")

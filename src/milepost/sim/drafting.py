@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from milepost.core.drafts import DraftPlanner
-from milepost.core.plan import ChunkPlan, StepPlan
+from milepost.core.plan import COUPLED, GREEDY, PROBABILISTIC, ChunkPlan, StepPlan
 from milepost.core.speculation import DraftLengths
 from milepost.sim.model import PrefixTree, TrueSequence
 from milepost.sim.step_rules import FingerprintError
+
+SAMPLINGS = (COUPLED, GREEDY, PROBABILISTIC)
 
 
 class ScriptedDrafter:
@@ -22,6 +24,7 @@ class ScriptedDrafter:
         rng: draws which drafts are wrong, and how many there are.
         error_rate: chance of each draft to be another token; 0 = perfect, 1 = adversarial.
         is_ragged: propose a random number of drafts, zero included, instead of as many as allowed.
+        sampling: how plans must tell a worker to draft, see `ChunkPlan.draft_sampling`.
     """
 
     def __init__(
@@ -32,7 +35,9 @@ class ScriptedDrafter:
         error_rate: float,
         vocab_size: int,
         is_ragged: bool = False,
+        sampling: str = GREEDY,
     ) -> None:
+        self.sampling = sampling
         self._truth = truth
         self._rng = rng
         self._error_rate = error_rate
@@ -61,12 +66,21 @@ def with_own_drafts(
 
     Args:
         stop_ids: request id -> tokens that end it; no draft is one of them, and none lies behind one.
+
+    Raises:
+        FingerprintError: the plan asks for drafts of another kind than was configured.
     """
     made: dict[int, bytes] = {}
     chunks = list(plan.chunks)
     for number, chunk in enumerate(plan.chunks):
         if not chunk.num_own_drafts:
             continue
+        if chunk.draft_sampling != drafter.sampling:
+            raise FingerprintError(
+                "drafts",
+                f"request {chunk.request_id} is to be drafted for as {chunk.draft_sampling!r}, "
+                f"configured is {drafter.sampling!r}",
+            )
         stops = stop_ids(chunk.request_id)
         drafts = array("I", drafter.propose(chunk.request_id, range(chunk.end), chunk.num_own_drafts))
         drafts = drafts[: next((at for at, token in enumerate(drafts) if token in stops), len(drafts))]
@@ -109,6 +123,8 @@ class DraftingConfig:
         num_draft_tokens: most drafts per request and step; 0 = no speculation.
         is_adaptive: fewer drafts where they do not pay (time stands still, so every row costs alike).
         is_own: the worker drafts, as with modules of a model, and not the scheduler's drafter.
+        sampling: how it is told to, `coupled`, `greedy` or `probabilistic`. Plans carry it and nothing else
+            in the core knows it, so that here it changes no draft: how often one is right is `error_rate`.
     """
 
     num_draft_tokens: int = 0
@@ -117,6 +133,7 @@ class DraftingConfig:
     is_adaptive: bool = False
     seed: int = 0
     is_own: bool = False
+    sampling: str = GREEDY
 
     def drafter(self, truth: Callable[[int], TrueSequence], vocab_size: int) -> ScriptedDrafter:
         """Who drafts in a world, wherever."""
@@ -126,6 +143,7 @@ class DraftingConfig:
             error_rate=self.error_rate,
             vocab_size=vocab_size,
             is_ragged=self.is_ragged,
+            sampling=self.sampling,
         )
 
     def planner(self, drafter: ScriptedDrafter) -> DraftPlanner | None:
@@ -133,7 +151,7 @@ class DraftingConfig:
         if not self.num_draft_tokens:
             return None
         lengths = DraftLengths(is_own=self.is_own) if self.is_adaptive else None
-        return DraftPlanner(None if self.is_own else drafter, self.num_draft_tokens, lengths)
+        return DraftPlanner(None if self.is_own else drafter, self.num_draft_tokens, lengths, self.sampling)
 
 
 def draw_drafting(rng: Random) -> DraftingConfig:
@@ -147,4 +165,4 @@ def draw_drafting(rng: Random) -> DraftingConfig:
         is_adaptive=rng.random() < 0.3,
         seed=rng.randrange(1 << 30),
     )
-    return replace(drawn, is_own=drawn.seed % 5 < 2)
+    return replace(drawn, is_own=drawn.seed % 5 < 2, sampling=SAMPLINGS[drawn.seed % 3])

@@ -1,6 +1,7 @@
 """A worker that computes nothing and checks everything.
 
-A state is the prefix it summarises, a page entry is the prefix its token was computed from.
+A state is the prefix it summarises, a page entry is the prefix its token was computed from, a drafter's
+tap is the prefix whose hidden state it is.
 Executing a plan asserts that every value a request can see belongs to that request's own tokens,
 which is what "reusing a prefix never changes an answer" means below the level of tensors.
 """
@@ -24,38 +25,17 @@ from milepost.core.plan import (
     WorkerRequest,
 )
 from milepost.errors import WorkerError
+from milepost.sim.counters import WorkerCounters
 from milepost.sim.drafting import check_drafts, verify
 from milepost.sim.fakes import WorkerFaults
 from milepost.sim.model import FingerprintModel, MediaSymbols, TrueSequence
 from milepost.sim.step_rules import FingerprintError, check_exports, check_sampling, check_slots, scores_of
+from milepost.sim.taps import check_tap, page_values, tapped_groups, taps_of_rows
 
 __all__ = ["POISON", "FingerprintError", "FingerprintWorker", "WorkerCounters"]
 
 POISON = -1
 """What a record holds that was never written, was discarded, or was torn by a failed step."""
-
-
-@dataclass(slots=True)
-class WorkerCounters:
-    """What the worker really did.
-
-    Attributes:
-        num_steps: plans executed, failed ones included.
-        num_computed_tokens: rows over all chunks, rejected drafts apart.
-        num_rejected_rows: rows of drafts that were not accepted.
-        num_exports: states written by exports.
-        num_restored: chunks that started from a state another request had written.
-        computed_by_request: rows per request, over all its chunks (a preemption counts again).
-        passes_by_request: chunks per request.
-    """
-
-    num_steps: int = 0
-    num_computed_tokens: int = 0
-    num_rejected_rows: int = 0
-    num_exports: int = 0
-    num_restored: int = 0
-    computed_by_request: dict[int, int] = field(default_factory=dict)
-    passes_by_request: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -99,6 +79,8 @@ class FingerprintWorker:
         }
         self.live: dict[int, _Live] = {}
         self._page_users: list[dict[int, int]] = [{} for _ in geometry.attention]
+        self._page_values = [page_values(geometry, group) for group in range(len(geometry.attention))]
+        self._tapped = tapped_groups(geometry)
         self._truth: dict[int, TrueSequence] = {}
         self._budget_bytes = budget_bytes
         self._record_bytes = geometry.pool_record_bytes
@@ -136,7 +118,7 @@ class FingerprintWorker:
         return self._committed_bytes
 
     def put_record(self, pool: int, record: int, content: list[int]) -> None:
-        """Fill a record from outside, between steps: the entries of a page, or one state."""
+        """Fill a record from outside, between steps: all that a page holds, or one state."""
         if pool < len(self.pages):
             self._page(pool, record)[:] = content
         else:
@@ -350,6 +332,9 @@ class FingerprintWorker:
                 if entries is None or entries[: last - first] != path[first + 1 : last + 1]:
                     self._report_page(request_id, group, page, first, last, truth)
                 first = last
+            if start and group in self._tapped:
+                page = table[(start - 1) // unit]
+                check_tap(request_id, group, page, pages[page][-1], path[start], start)
 
     def _report_page(
         self, request_id: int, group: int, page: int, first: int, last: int, truth: TrueSequence
@@ -400,6 +385,7 @@ class FingerprintWorker:
         num_accepted, nodes = verify(self.tree, truth, chunk)
         end += num_accepted
         self._write_pages(request_id, live, start, nodes, starts)
+        self._write_taps(live, taps_of_rows(truth.path, start, end, self.match_unit))
         exported: list[int] = []
         for export in chunk.exports:
             written = self.faults.acknowledges(chunk, export)
@@ -451,6 +437,11 @@ class FingerprintWorker:
                 entries[offset : offset + count] = new
                 position += count
 
+    def _write_taps(self, live: _Live, taps: dict[int, int]) -> None:
+        for group in self._tapped:
+            for unit, tap in taps.items():
+                self._page(group, live.tables[group][unit])[-1] = tap
+
     def _check_not_read(
         self, writer: int, group: int, page: int, offset: int, starts: dict[int, int]
     ) -> None:
@@ -472,7 +463,10 @@ class FingerprintWorker:
         live = self.live[chunk.request_id]
         for group, table in enumerate(live.tables):
             for position in range(chunk.start, chunk.last_row_end):
-                self._page(group, table[position // self.match_unit])[position % self.match_unit] = POISON
+                entries = self._page(group, table[position // self.match_unit])
+                entries[position % self.match_unit] = POISON
+                if group in self._tapped:
+                    entries[-1] = POISON
         targets = list(zip(self.geometry.running_pools, chunk.running_slots, strict=True))
         for export in chunk.exports:
             targets += zip(self.geometry.checkpoint_pools, export.slots, strict=True)
@@ -482,7 +476,7 @@ class FingerprintWorker:
     def _page(self, group: int, page: int) -> list[int]:
         entries = self.pages[group].get(page)
         if entries is None:
-            entries = [POISON] * self.match_unit
+            entries = [POISON] * self._page_values[group]
             self.pages[group][page] = entries
             self._committed_bytes += self._record_bytes[group]
         return entries

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from milepost.core.ports import Buffer
 from milepost.sim.fingerprint import POISON, FingerprintWorker
+from milepost.sim.taps import page_values
 
 _TYPE = "q"
 
@@ -34,11 +35,11 @@ class FingerprintRecords:
             self._worker.put_record(pool, record, content.tolist())
 
     def _num_values(self, pool: int) -> int:
-        return self._worker.match_unit if pool < self._num_attention else 1
+        return page_values(self._worker.geometry, pool) if pool < self._num_attention else 1
 
     def _content(self, pool: int, record: int) -> list[int]:
         if pool < self._num_attention:
-            return self._worker.pages[pool].get(record, [POISON] * self._worker.match_unit)
+            return self._worker.pages[pool].get(record, [POISON] * self._num_values(pool))
         return [self._worker.slots[pool].get(record, POISON)]
 
     def _padded(self, pool: int, content: Sequence[int]) -> bytes:

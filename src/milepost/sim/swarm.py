@@ -28,6 +28,9 @@ MAX_PATHS = 24
 MAX_REQUESTS = 12
 """Unfinished requests at a time; more would only queue."""
 
+TAP_BYTES = {1: 3, 700: 0, 3000: 6000}
+"""Bytes per token of a group -> of its tap in each page, if the group is a drafter's."""
+
 ACTIONS = (
     "add", "schedule", "execute", "step", "abort", "finish", "preempt", "evict", "reset", "tick",
     "save", "load", "end_transfer",
@@ -67,17 +70,21 @@ def wild_weights(rng: Random, names: tuple[str, ...], always: frozenset[str]) ->
 
 def draw_geometry(rng: Random) -> CacheGeometry:
     """One to two groups of each kind; record sizes that differ wildly; every kind of export grid; in three
-    of ten checkpoints may be kept apart from running states, smaller or larger than those."""
+    of ten checkpoints may be kept apart from running states, smaller or larger than those. In two of three
+    the last attention group is a drafter's, whose pages hold taps."""
     match_unit = rng.choice((1, 2, 3, 4, 4, 5, 8, 16))
     num_attention = rng.choice((0, 1, 1, 1, 2))
     num_recurrent = rng.choice((0, 1, 1, 1, 2)) if num_attention else rng.choice((1, 2))
     alignments = (1, 1, 2, 4, match_unit, 3 * match_unit, None)
     kept_bytes = (None, 1, 3000, 20_000) if rng.random() < 0.3 else (None,)
+    sizes = [rng.choice((1, 700, 3000)) for _ in range(num_attention)]
     return CacheGeometry(
         match_unit=match_unit,
         attention=tuple(
-            AttentionGroupSpec(f"attention {index}", rng.choice((1, 700, 3000)))
-            for index in range(num_attention)
+            AttentionGroupSpec(
+                f"attention {index}", size, TAP_BYTES[size] if index == num_attention - 1 else 0
+            )
+            for index, size in enumerate(sizes)
         ),
         recurrent=tuple(
             RecurrentGroupSpec(
