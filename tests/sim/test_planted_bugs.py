@@ -1,14 +1,15 @@
 """The harness bites: bugs of known kinds, patched into the real code paths, are found by random runs.
 
-Each bug must be found within 2,000 steps for ten of ten seeds, while the code as it is stays clean on
+Each bug must be found within 3,000 actions for ten of ten seeds, while the code as it is stays clean on
 the same seeds. Bugs that end in wrong answers must be found twice: with every check, and with the
 fingerprint worker alone, which sees no more of the core than a real worker does.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -19,11 +20,13 @@ from milepost.core.eviction import Evictor
 from milepost.core.geometry import CacheGeometry
 from milepost.core.hashing import KeyChain
 from milepost.core.lease import Lease
+from milepost.core.plan import ChunkPlan
 from milepost.core.prefix_cache import Match, PrefixCache
 from milepost.core.request import Request
 from milepost.core.scheduler import Scheduler
 from milepost.core.tree import Node, PrefixTree
-from milepost.sim.fingerprint import FingerprintError
+from milepost.sim.drafting import DraftingConfig
+from milepost.sim.fingerprint import FingerprintError, FingerprintWorker
 from milepost.sim.swarm import ACTIONS, PROMPTS, Swarm, SwarmConfig, draw_geometry
 from milepost.sim.world import Checks, SimulationError
 
@@ -32,6 +35,8 @@ SEEDS = range(10)
 ACTION_WEIGHTS = {
     "step": 6.0, "add": 3.0, "reset": 0.02, "tick": 0.1, "abort": 0.8, "save": 0.1, "load": 0.1,
 }  # fmt: skip
+TAP_BYTES = 8
+"""Of the last attention group, the drafter's, per page."""
 EVERYTHING = Checks()
 WORKER_ALONE = Checks(audit=False, contents=False, bound=False, losses=False)
 FINDINGS = (FingerprintError, SimulationError, ValueError)
@@ -49,6 +54,8 @@ def draw_run(rng: Random) -> SwarmConfig:
     geometry = draw_geometry(rng)
     while not (geometry.attention and geometry.recurrent and can_export_anywhere(geometry)):
         geometry = draw_geometry(rng)
+    *others, last = geometry.attention
+    geometry = replace(geometry, attention=(*others, replace(last, bytes_per_page=TAP_BYTES)))
     unit = geometry.match_unit
     max_len = 18 * unit
     return SwarmConfig(
@@ -63,6 +70,7 @@ def draw_run(rng: Random) -> SwarmConfig:
         actions={**dict.fromkeys(ACTIONS, 0.3), **ACTION_WEIGHTS},
         prompts=dict.fromkeys(PROMPTS, 1.0),
         fault_rates={"before": 0.02, "torn": 0.02, "unacknowledged": 0.02, "dropped": 0.02},
+        drafting=DraftingConfig(rng.randrange(1, 5), error_rate=0.4, seed=7, is_own=True),
     )
 
 
@@ -72,7 +80,8 @@ class Bug:
 
     Attributes:
         plant: applies it.
-        answers_change: whether the fingerprint worker alone must find it.
+        answers_change: whether the fingerprint worker alone must find it; so must it what makes a drafter
+            guess from another text, though no answer changes then.
     """
 
     name: str
@@ -229,6 +238,44 @@ def pages_longer_than_states(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixCache, "match", match_pages)
 
 
+def tap_behind_the_last_row(patch: pytest.MonkeyPatch) -> None:
+    """What drafts goes on from the last row of a pass, rejected or not."""
+    write = FingerprintWorker._write
+
+    def write_rows(self: FingerprintWorker, chunk: ChunkPlan, starts: dict[int, int]) -> Any:
+        result = write(self, chunk, starts)
+        if result is not None and result.end < chunk.last_row_end:
+            path = self.truth(chunk.request_id).path[chunk.end : chunk.end + 1]
+            self.tree.extend(path, array("I", chunk.draft_tokens))
+            unit = (chunk.last_row_end - 1) // self.match_unit
+            self._write_taps(self.live[chunk.request_id], {unit: path[-1]})
+        return result
+
+    patch.setattr(FingerprintWorker, "_write", write_rows)
+
+
+def tap_of_the_position_before(patch: pytest.MonkeyPatch) -> None:
+    """A full page keeps the state that its last entry was made from, not what that left."""
+    write_taps = FingerprintWorker._write_taps
+
+    def write_early(self: FingerprintWorker, live: Any, taps: dict[int, int]) -> None:
+        parents, full = self.tree._parents, self.match_unit
+        early = {u: parents[t] if self.tree.depth(t) == (u + 1) * full else t for u, t in taps.items()}
+        write_taps(self, live, early)
+
+    patch.setattr(FingerprintWorker, "_write_taps", write_early)
+
+
+def taps_of_the_newest_token_only(patch: pytest.MonkeyPatch) -> None:
+    """Boundaries inside a pass get no tap; a hit there finds what the page held before."""
+    write_taps = FingerprintWorker._write_taps
+
+    def write_last(self: FingerprintWorker, live: Any, taps: dict[int, int]) -> None:
+        write_taps(self, live, {max(taps): taps[max(taps)]})
+
+    patch.setattr(FingerprintWorker, "_write_taps", write_last)
+
+
 BUGS = [
     Bug("publish at schedule time", publish_at_schedule_time, True),
     Bug("same-step guard cleared at each step", guard_cleared_at_each_step, True),
@@ -239,6 +286,9 @@ BUGS = [
     Bug("unacknowledged export published", unacknowledged_export_published, False),
     Bug("a hit mutates its checkpoint", hit_mutates_its_checkpoint, True),
     Bug("pages longer than states", pages_longer_than_states, True),
+    Bug("tap behind the last row, rejected or not", tap_behind_the_last_row, True),
+    Bug("tap of the position before a boundary", tap_of_the_position_before, True),
+    Bug("tap of the newest token only", taps_of_the_newest_token_only, True),
 ]
 
 

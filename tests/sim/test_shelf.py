@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from random import Random
+from typing import Any
 
 import pytest
 
 from milepost.core.transfers import Restore, Transfers
 from milepost.core.tree import PrefixTree
+from milepost.sim.contents import ContentsCheck
+from milepost.sim.fingerprint import POISON, FingerprintError
+from milepost.sim.records import FingerprintRecords
 from milepost.sim.swarm import Swarm, draw_config
+from milepost.sim.taps import tapped_groups
+from milepost.sim.world import SimulationError
 
 BUSY = {
     "add": 10.0,
@@ -71,3 +77,26 @@ def test_planted_bugs_are_found(
     with pytest.raises(Exception):  # noqa: B017 - whichever check sees it first
         for seed in range(300):
             run_pair(seed, 80)
+
+
+def test_taps_of_another_position_from_a_store_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What drafts behind a loaded segment would go on from the token before its end."""
+    write_records = FingerprintRecords.write_records
+
+    def write_early(self: FingerprintRecords, pool: int, record_ids: Any, payload: Any) -> None:
+        write_records(self, pool, record_ids, payload)
+        worker = self._worker
+        if pool in tapped_groups(worker.geometry):
+            for record in record_ids:
+                page = worker.pages[pool][record]
+                page[-1] = page[-3] if worker.match_unit > 1 else POISON
+
+    monkeypatch.setattr(FingerprintRecords, "write_records", write_early)
+    with pytest.raises(SimulationError, match="does not hold its unit"):
+        for seed in range(100):
+            run_pair(seed, 80)
+    monkeypatch.setattr(ContentsCheck, "problems", lambda self: [])
+    with pytest.raises(FingerprintError, match="^tap: ") as found:
+        for seed in range(100):
+            run_pair(seed, 80)
+    assert found.value.check == "tap"
