@@ -1,11 +1,12 @@
-"""The embedded model served with its own draft module: the OpenAI client gets the same answers, and is told
-what became of the guesses."""
+"""The embedded model served with its own draft module and with the drafters beside it: the OpenAI client gets
+the same answers, and is told what became of the guesses."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import openai
@@ -17,7 +18,12 @@ from milepost.core.drafts import DraftPlanner
 from milepost.engine.serving import ServingOptions, load_serving_model
 from milepost.engine.speculative import SpeculativeConfig
 
-FLAG = '{"method": "mtp", "num_speculative_tokens": 2}'
+FLAGS = {
+    "mtp": '{"method": "mtp", "num_speculative_tokens": 2}',
+    "eagle3": '{"method": "eagle3", "model": "milepost-tiny/eagle3", "num_speculative_tokens": 3}',
+    # The method is read from the drafter's config.
+    "dspark": '{"model": "milepost-tiny/dspark", "num_speculative_tokens": 4}',
+}
 FACT = [
     {"role": "user", "content": "The code of Mira is 4821."},
     {"role": "assistant", "content": "I will remember that."},
@@ -32,8 +38,11 @@ def server(flag: str | None) -> Iterator[str]:
     options = ServingOptions(cache_bytes=64 << 20, seed=1, speculative=speculative)
     model = load_serving_model(None, options)
     with served(model) as url:
-        if flag:
-            planner = DraftPlanner(None, 2)  # whether guesses pay is measured; here they are always made
+        if speculative is not None:
+            # Whether guesses pay is measured; here they are always made.
+            planner = DraftPlanner(
+                None, speculative.num_speculative_tokens, draft_sampling=speculative.draft_sample_method
+            )
             model.engine.act(lambda scheduler, now: setattr(scheduler, "drafts", planner)).result(10)
         yield url
 
@@ -44,9 +53,9 @@ def plain() -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(scope="module")
-def drafting() -> Iterator[str]:
-    with server(FLAG) as url:
+@pytest.fixture(scope="module", params=FLAGS)
+def drafting(request: Any) -> Iterator[str]:
+    with server(FLAGS[request.param]) as url:
         yield url
 
 
@@ -63,12 +72,22 @@ def chat(url: str, **options: Any) -> Any:
 def test_a_chat_is_answered_alike_and_says_what_was_guessed(
     plain: str, drafting: str, temperature: float
 ) -> None:
-    for _ in range(2):  # the second time on a hit
-        expected, got = (chat(url, temperature=temperature) for url in (plain, drafting))
+    salt = {"cache_salt": f"{drafting} {temperature}"}  # a cold start on both
+    for repeated in (False, True):
+        expected, got = (
+            chat(url, temperature=temperature, extra_body=salt, max_tokens=40) for url in (plain, drafting)
+        )
+        assert (got.usage.prompt_tokens_details.cached_tokens > 0) == repeated
         assert got.choices[0].message.content == expected.choices[0].message.content
         assert got.usage == expected.usage
         about = got.model_extra["milepost"]
-        assert "speculation" not in expected.model_extra["milepost"]
+        without = expected.model_extra["milepost"]
+        assert set(about) - set(without) == {"speculation"}
+        # The drafter's pages are a group of their own, which is reused as far as the model's.
+        matched, others = about["reuse"].pop("matched_tokens"), without["reuse"].pop("matched_tokens")
+        (group,) = set(matched) - set(others)
+        assert group in FLAGS and matched.pop(group) == matched["mla"]
+        assert (matched, about["reuse"]) == (others, without["reuse"])
         assert set(about["speculation"]) == COUNTS
         num_right = about["speculation"]["accepted_draft_tokens"]
         assert 0 < num_right <= about["speculation"]["draft_tokens"]
@@ -77,20 +96,50 @@ def test_a_chat_is_answered_alike_and_says_what_was_guessed(
         assert "4821" in (got.choices[0].message.content or "")
 
 
-def test_counts_are_those_of_all_choices_and_of_the_metrics(drafting: str) -> None:
-    def totals() -> tuple[int, int]:
-        time.sleep(0.3)  # the engine's numbers are taken ten times a second
-        names = ("vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total")
-        lines = HTTP.get(f"{drafting}/metrics").text.splitlines()
-        values = [float(line.split()[-1]) for name in names for line in lines if line.startswith(name + "{")]
-        return int(values[0]), int(values[1])
+PREFIX = "vllm:spec_decode_num_"
 
-    before = totals()
+
+def totals(url: str) -> dict[str, list[int]]:
+    """Counters of speculation, by what follows `vllm:spec_decode_num_`; a value per position, where there are
+    several."""
+    time.sleep(0.3)  # the engine's numbers are taken ten times a second
+    found: dict[str, list[int]] = {}
+    for line in HTTP.get(f"{url}/metrics").text.splitlines():
+        if line.startswith(PREFIX):
+            name = line.removeprefix(PREFIX).partition("{")[0].removesuffix("_total")
+            found.setdefault(name, []).append(int(float(line.split()[-1])))
+    return found
+
+
+def test_counts_are_those_of_all_choices_and_of_the_metrics(drafting: str) -> None:
+    before = totals(drafting)
     many = chat(drafting, n=3, temperature=0.7)
     counts = many.model_extra["milepost"]["speculation"]
-    after = totals()
-    assert counts["draft_tokens"] == after[0] - before[0] > 0
-    assert counts["accepted_draft_tokens"] == after[1] - before[1]
+    after = totals(drafting)
+
+    def grown(name: str) -> list[int]:
+        known = before.get(name, [])
+        return [now - past for now, past in zip_longest(after[name], known, fillvalue=0)]
+
+    assert grown("draft_tokens") == [counts["draft_tokens"]] and counts["draft_tokens"] > 0
+    assert grown("accepted_tokens") == [counts["accepted_draft_tokens"]]
+    by_position, (num_drafts,) = grown("accepted_tokens_per_pos"), grown("drafts")
+    assert sum(by_position) == counts["accepted_draft_tokens"]
+    assert num_drafts >= by_position[0] > 0 and by_position == sorted(by_position, reverse=True)
+
+
+def test_most_guesses_at_a_known_fact_are_right(plain: str, drafting: str) -> None:
+    """Of every drafter, also of guesses that were made from guesses."""
+    before = totals(drafting)
+    for _ in range(2):
+        expected, got = (chat(url, temperature=0.0) for url in (plain, drafting))
+        assert got.choices[0].message.content == expected.choices[0].message.content
+        counts = got.model_extra["milepost"]["speculation"]
+        assert counts["accepted_draft_tokens"] > 0.5 * counts["draft_tokens"]
+    after = totals(drafting)
+    past = before.get("accepted_tokens_per_pos", [])
+    assert len(after["accepted_tokens_per_pos"]) > 1
+    assert after["accepted_tokens_per_pos"][1] > (past[1] if len(past) > 1 else 0)
 
 
 def test_streams_say_it_in_the_last_chunk(drafting: str) -> None:
