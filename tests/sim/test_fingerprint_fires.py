@@ -24,7 +24,7 @@ from milepost.sim.fingerprint import POISON, FingerprintError, FingerprintWorker
 UNIT = 4
 GEOMETRY = CacheGeometry(
     match_unit=UNIT,
-    attention=(AttentionGroupSpec("full", 8), AttentionGroupSpec("other", 24)),
+    attention=(AttentionGroupSpec("full", 8), AttentionGroupSpec("drafter", 24, 16)),
     recurrent=(RecurrentGroupSpec("kda", 100), RecurrentGroupSpec("gdn", 5000)),
 )
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
@@ -156,6 +156,26 @@ def test_page_never_written(bench: Bench) -> None:
     bench.expect(1)
     with fires("poison page"):
         bench.run([bench.chunk(1, 8, 10, [3], 1, 2)], started=[bench.started(1, [0, 9])])
+
+
+@pytest.mark.parametrize("position", [7, 9, 10])
+def test_tap_of_another_position(bench: Bench, position: int) -> None:
+    """The page behind which a request goes on holds the state of a token before, or of one behind."""
+    bench.expect(1)
+    page = bench.worker.pages[1][1]
+    assert page == [*bench.worker.truth(0).path[5:9], bench.worker.truth(0).path[8]]
+    page[-1] = bench.worker.truth(0).path[position]
+    with fires("tap"):
+        bench.run([bench.chunk(1, 8, 10, [3], 1, 2)], started=[bench.started(1, [0, 1])])
+
+
+def test_tap_of_a_page_that_is_not_full(bench: Bench) -> None:
+    """It is the one behind the newest token, and the request itself goes on from it."""
+    page = bench.worker.pages[1][2]
+    assert page[-1] == bench.worker.truth(0).path[10]
+    page[-1] = bench.worker.truth(0).path[9]
+    with fires("tap"):
+        bench.run([bench.chunk(0, 10, 11, [], 0, 0)])
 
 
 def test_page_table_too_short(bench: Bench) -> None:
