@@ -45,11 +45,14 @@ $(VENV)/.stamp-torch: constraints.txt | $(VENV)/bin/python
 EXTRAS_serve := cpu,server,guided
 EXTRAS_test := cpu,server,test
 EXTRAS_full := cpu,server,test,otel,fuzz,oracle,redis,mooncake,nixl,router,bench
+# An oracle that would bring a training stack along; only files of it are read.
+ALONE_full := speculators==0.9.0
 EXTRAS_lint := cpu,server,test,lint
 EXTRAS_bench := cpu,server,bench
 $(VENV)/.stamp-%: pyproject.toml constraints.txt $(VENV)/.stamp-torch
 	@echo '== milepost[$(EXTRAS_$*)]: this package and what it needs; about a minute =='
 	@$(PIP) install -c constraints.txt -e '.[$(EXTRAS_$*)]'
+	@$(if $(ALONE_$*),$(PIP) install --no-deps $(ALONE_$*))
 	@touch $@
 
 # Native kernels: built where there is a C++ compiler, else the plain-torch kernels serve. NATIVE=0 leaves

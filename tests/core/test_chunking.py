@@ -202,15 +202,18 @@ def test_wanted_positions_of_a_prefill() -> None:
             assert wanted == expected
 
 
-def test_asked_positions_are_rounded_down_and_the_more_important_reason_wins() -> None:
+def test_asked_positions_are_rounded_down_and_history_or_the_more_important_reason_wins() -> None:
     asked = [(0, "history"), (3, "history"), (9, "message"), (11, "history"), (8, "marker")]
     assert prefill_wanted(18, 4, asked) == [(8, "history"), (16, "tail")]
-    assert prefill_wanted(16, 4, [(16, "history"), (12, "marker")]) == [(12, "tail"), (16, "end")]
+    assert prefill_wanted(16, 4, [(16, "history"), (12, "marker")]) == [(12, "tail"), (16, "history")]
     assert prefill_wanted(3, 4, [(3, "history")]) == []
     order = [
         prefill_wanted(40, 4, [(8, a), (8, b)]) for a, b in itertools.permutations(("marker", "message"))
     ]
     assert order == [[(8, "message"), (36, "tail"), (40, "end")]] * 2
+
+
+NAMING = (reasons.HISTORY, *(r for r in reasons.CHECKPOINT_REASONS if r != reasons.HISTORY))
 
 
 @given(st.data())
@@ -240,7 +243,7 @@ def test_wanted_positions_settle_where_kernels_export_and_no_media_is_split(data
     for position, reason in named_positions:
         settled = settle(position, unit if reason in reasons.REQUIRED else grid)
         known = expected.get(settled)
-        if settled and (known is None or reasons.IMPORTANCE[reason] < reasons.IMPORTANCE[known]):
+        if settled and (known is None or NAMING.index(reason) < NAMING.index(known)):
             expected[settled] = reason
     assert prefill_wanted(num_tokens, unit, asked, spans, grid) == sorted(expected.items())
 

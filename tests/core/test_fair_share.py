@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.core.harness import Harness, numbered
 
 from milepost.core.plan import SamplingParams
-from milepost.core.queues import RequestQueue, order_key
+from milepost.core.queues import BACKGROUND_PRIORITY, RequestQueue, order_key
 from milepost.core.request import Request, RequestStatus, ReuseReport
 
 
@@ -101,7 +101,7 @@ def test_cached_tokens_are_free() -> None:
     harness.run()
     first = first_steps(harness)
     assert all(harness.cached(i) >= 56 for i in cheap)
-    assert first[cheap[7]] < first[dear[4]], "eight that hit cost as much as one that does not"
+    assert first[cheap[7]] <= first[dear[4]], "eight that hit cost as much as one that does not"
 
 
 def test_a_preempted_request_keeps_its_turn() -> None:
@@ -249,7 +249,7 @@ def queued(number: int, owner: str, num_tokens: int, priority: int) -> Request:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_nobody_passes_his_own_whatever_is_held_hits_or_talks(data: st.DataObject) -> None:
     """Requests arrive, are held and released, hit, answer at any length and end in any order. At every
@@ -308,6 +308,7 @@ def test_nobody_passes_his_own_whatever_is_held_hits_or_talks(data: st.DataObjec
             queue.remove(request)
             queue.settle(request)
             request.move_to(RequestStatus.FINISHED)
+        queue.release(lambda request: "load" if request.request_id in held else "")  # as every step does
         order = list(queue)
         assert order == sorted(order, key=order_key) and len(order) == len(waiting)
         for owner in "ab":
@@ -326,3 +327,51 @@ def test_nobody_passes_his_own_whatever_is_held_hits_or_talks(data: st.DataObjec
             queue.remove(request)
         queue.settle(request)
     assert not queue._shares._levels and not len(queue)
+
+
+def test_the_clock_goes_on_while_the_first_request_of_a_key_is_held() -> None:
+    """It serves others of its key meanwhile; who comes then competes from now on, not from when it began."""
+    harness = Harness(budget=64, max_num_seqs=2)
+    stuck = harness.add(numbered(64, 1), owner="a")
+    harness.scheduler.transfers.hold(stuck)
+    for seed in range(30):
+        harness.add(numbered(64, 100 + seed), owner="a")
+    while len(harness.ended) < 25:
+        harness.step()
+    ids = {
+        o: [harness.add(numbered(64, n + k), owner=o) for n in range(12)] for o, k in (("a", 200), ("c", 300))
+    }
+    while not all(i in harness.ended for i in ids["c"]):
+        harness.step()
+    assert sum(i in harness.ended for i in ids["a"]) >= 5, "side by side, behind the few that were left"
+    harness.scheduler.transfers.lift(stuck)
+    harness.run()
+
+
+def test_a_preempted_request_is_not_overtaken_by_later_ones_of_its_key() -> None:
+    queue = RequestQueue()
+    requests = [queued(n, "a", num_tokens, 0) for n, num_tokens in enumerate((1000, 100, 100))]
+    for request in requests:
+        queue.arrive(request)
+        queue.push(request)
+    for request in requests[:2]:
+        request.reuse = ReuseReport(request.num_prompt_tokens, 0, {}, 0, None, "cold", None)
+        request.move_to(RequestStatus.RUNNING)
+        queue.admit(request)
+    requests[1].move_to(RequestStatus.PREEMPTED)
+    queue.push(requests[1])
+    requests[0].reuse = ReuseReport(1000, 990, {}, 0, None, "hit", None)
+    queue.settle(requests[0])
+    queue.release(lambda request: "")
+    assert list(queue) == requests[1:]
+
+
+def test_nobody_waits_for_a_background_request_that_computes_his_prefix() -> None:
+    for share in (0.0, 0.05):
+        harness = Harness(budget=16, background_share=share)
+        harness.add(numbered(200, 1), priority=BACKGROUND_PRIORITY)
+        harness.step()
+        user = harness.add([*numbered(200, 1), 7], 2)
+        while user not in harness.ended:
+            harness.step()
+        harness.run()

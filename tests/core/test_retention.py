@@ -183,11 +183,13 @@ def test_every_hit_starts_a_new_wait_of_a_continued_checkpoint() -> None:
     harness = Harness()
     harness.serve(numbered(13))
     [(key, wait)] = harness.cache.evictor.reuse._waiting.items()
-    assert wait == Wait(0.0, ("tail", False, 0, 4))
+    assert wait == Wait(0.0, ("tail", False, 0, 4), num_prompt_tokens=13)
     harness.now = 50.0
     harness.add(numbered(13) + [1])
     harness.schedule()
-    assert harness.cache.evictor.reuse._waiting[key] == Wait(50.0, ("tail", False, 1, 4))
+    assert harness.cache.evictor.reuse._waiting[key] == Wait(
+        50.0, ("tail", False, 1, 4), num_prompt_tokens=14
+    )
     harness.execute()
 
 

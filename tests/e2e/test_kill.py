@@ -40,5 +40,5 @@ def test_killed_servers_go_on_from_their_folder(tmp_path: Path, budget_bytes: in
         f"{report.num_resumed_tokens} tokens reused in them; at most {report.most_bytes:,} of "
         f"{budget_bytes:,} bytes on disk"
     )
-    assert report.num_kills == num_kills
+    assert report.num_kills >= num_kills
     assert report.num_resumed >= num_kills // 3

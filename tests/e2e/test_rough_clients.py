@@ -89,7 +89,7 @@ def served() -> Iterator[Served]:
     # Accepted connections inherit it: a reader that stops is felt after some answers, not megabytes.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
     server = Server(
-        lambda: model, listener, on_listening, ServerOptions(heartbeat_seconds=0.2, max_unread_deltas=64)
+        lambda: model, listener, on_listening, ServerOptions(heartbeat_seconds=0.02, max_unread_deltas=64)
     )
     thread = threading.Thread(target=server.serve_until_stopped, daemon=True)
     thread.start()

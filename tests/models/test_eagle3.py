@@ -224,8 +224,6 @@ def hidden_norm_left_out(case: Case, patch: pytest.MonkeyPatch) -> None:
 
 
 def token_table_left_out(case: Case, patch: pytest.MonkeyPatch) -> None:
-    if case.model.drafts._token_ids is None:
-        pytest.skip("this drafter knows all tokens")
     patch.setattr(case.model.drafts, "_token_ids", torch.arange(case.config["draft_vocab_size"]))
 
 
@@ -264,6 +262,9 @@ FAULTS = [
 def test_planted_faults_are_seen(
     case: Case, plant: Callable[[Case, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if plant is token_table_left_out and "draft_vocab_size" not in case.config:
+        assert case.model.drafts._token_ids is None, "it knows all tokens"
+        return
     plant(case, monkeypatch)
     assert case.difference() > 10 * FP32_BOUND
 
@@ -271,10 +272,11 @@ def test_planted_faults_are_seen(
 @pytest.mark.oracle
 def test_the_oracle_sees_positions(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The guessed rows one rotary position later, and nothing else."""
-    if case.oracle.rotary is None:
-        pytest.skip("this drafter has no positions")
     monkeypatch.setattr(case.oracle, "position_shift", 1)
     shifted = case.expected_logits(case.oracle)
+    if case.oracle.rotary is None:
+        assert torch.equal(shifted, case.expected), "this drafter has no positions"
+        return
     difference = (shifted - case.expected)[shifted.isfinite()].abs().max()
     assert float(difference) > 10 * FP32_BOUND
     assert torch.equal(shifted[:NUM_ROWS], case.expected[:NUM_ROWS])

@@ -38,6 +38,7 @@ def furnish_lease(
     if request.conversation is not None:
         lease.conversation = (lease.chain.root, request.conversation)
     lease.marked_units = marked_units
+    lease.num_prompt_tokens = request.num_prompt_tokens
     if not cache.config.shares_generated_tokens:
         lease.shared_end = request.num_prompt_tokens
     lease.retention_priority = request.retention_priority

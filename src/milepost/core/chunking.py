@@ -69,15 +69,21 @@ def prefill_wanted(
     `tail` is the upstream rule; `end` exists when the prefill ends on a boundary; `asked` positions
     are rounded down to the match unit, optional ones to `grid`, where kernels can export. A position
     strictly inside a media span [start, end) moves below it. If two reasons want one position, the
-    more important one names it.
+    more important one names it, but `history` before all others: it says that the next turn goes on there
+    whatever is computed behind it.
     """
     wanted: dict[int, str] = {}
+
+    def names_before(reason: str, other: str) -> bool:
+        if reasons.HISTORY in (reason, other):
+            return reason == reasons.HISTORY
+        return reasons.IMPORTANCE[reason] < reasons.IMPORTANCE[other]
 
     def want(position: int, reason: str) -> None:
         own_grid = match_unit if grid is None or reason in reasons.REQUIRED else grid
         position = settled_position(position, match_unit, own_grid, media_spans)
         known = wanted.get(position)
-        if position and (known is None or reasons.IMPORTANCE[reason] < reasons.IMPORTANCE[known]):
+        if position and (known is None or names_before(reason, known)):
             wanted[position] = reason
 
     want(get_mamba_prefill_checkpoint_position(num_tokens, match_unit, False), reasons.TAIL)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from milepost.core.groups.attention import AttentionGroup
 from milepost.core.groups.recurrent import RecurrentGroup
+from milepost.core.lease import Lease
 from milepost.core.losses import Loss
 from milepost.core.tree import Node
 
@@ -52,6 +53,10 @@ class Match:
     @property
     def units(self) -> int:
         return self.hit.units
+
+    def is_repeat(self, lease: Lease) -> bool:
+        """Whether the same prompt made or hit the tip of `lease` before: no further turn."""
+        return self.units == self.limit_units and lease.num_prompt_tokens <= lease.tip.num_prompt_tokens
 
 
 def joint_hit(

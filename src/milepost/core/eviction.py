@@ -22,6 +22,7 @@ def is_guess(node: Node) -> bool:
     return node.reason == reasons.INTERVAL and not node.num_hits
 
 
+ANSWERS = frozenset({reasons.DECODE, reasons.FINISH})
 RANKING_LIFE_DIVISOR = 8
 """A ranking of n candidates serves n / 8 evictions before it is made anew."""
 RANKING_LIVES = 4
@@ -136,19 +137,19 @@ class Evictor:
             freed_bytes=self._checkpoint_bytes,
             is_pinned=is_marked and lease.pin_seconds > 0,
             is_guess=guesses,
-            is_live=not lease.is_one_off and reason in CONTINUATION_REASONS,
+            is_live=reason == reasons.JUNCTION or (not lease.is_one_off and reason in CONTINUATION_REASONS),
             priority=lease.retention_priority,
             reuse_index=self.reuse.index(reuse_class, 0.0, now),
         )
         return eviction_rank(record)
 
-    def pass_by(self, node: Node | None, conversation: tuple[bytes, str] | None) -> None:
+    def pass_by(self, node: Node | None, conversation: tuple[bytes, str] | None, reason: str) -> None:
         """A request of `conversation` made a deeper checkpoint on the path through `node`. Where another
         conversation is to go on, a side request that went further changes nothing."""
         if node is None or node.conversation not in (None, conversation):
             return
         if node.states is not None and not node.is_passed:
-            node.is_passed = True
+            node.is_passed, node.is_answered = True, reason in ANSWERS
             self.reuse.reclassify(node.key, self.reuse_class(node))
             self.reconsider(node)
 
@@ -160,13 +161,14 @@ class Evictor:
     def await_use(self, node: Node, now: float) -> None:
         """A checkpoint was made or used: it begins to wait for its next use, unless it is a mere guess."""
         if not is_guess(node):
-            self.reuse.created(node.key, self.reuse_class(node), now, node.conversation)
+            reuse_class = self.reuse_class(node)
+            self.reuse.created(node.key, reuse_class, now, node.conversation, node.num_prompt_tokens)
 
     def await_return(self, lease: Lease, key: bytes, position: int, reason: str, now: float) -> None:
         """A checkpoint of `lease` was refused. Whether somebody comes back to it is learned all the same."""
         if reason in reasons.REQUIRED:
             reuse_class = class_of(reason, position, lease.lineage, is_passed=False)
-            self.reuse.created(key, reuse_class, now, lease.conversation)
+            self.reuse.created(key, reuse_class, now, lease.conversation, lease.num_prompt_tokens)
 
     def depth_below(self, node: Node, *, guesses: bool) -> int:
         """Depth (units) of the checkpoint a prompt falls back to without the one at `node`; 0 = none.
@@ -315,16 +317,18 @@ class Evictor:
         )
 
     def _is_live(self, node: Node, now: float) -> bool:
-        """Whether a conversation that went on before is expected to go on here."""
-        if not node.num_hits or is_guess(node) or now - node.last_used > self.reuse.live_age:
+        """Whether a conversation that went on before is expected to go on here, or several began here."""
+        if is_guess(node) or now - node.last_used > self.reuse.live_age:
             return False
+        if node.reason == reasons.JUNCTION:
+            return True
         was_used = node.last_used > node.made_at
+        if not node.num_hits or node.reason not in CONTINUATION_REASONS:
+            return bool(node.num_hits) and was_used
         if node.reason in TURN_ENDS:
-            return not node.is_passed or (was_used and len(node.children) > 1)
-        if node.reason in CONTINUATION_REASONS:
-            # The answer of its own turn passed it; the next turn may still go on here.
-            return not (node.is_passed and was_used)
-        return was_used
+            return not node.is_passed or node.is_resumed
+        # The answer of its own turn passed it; the next turn may still go on here.
+        return not (node.is_passed and was_used)
 
     def _tail_units(self, node: Node) -> int:
         """Units that go when leaf `node` is dropped: back to a checkpoint, a branch or a lease."""

@@ -33,14 +33,17 @@ class Lease:
         shared_end: positions behind it are not published; None = all are.
         is_one_off: nothing says that anybody comes back to it: it continues nothing, and its client asks for
             no checkpoint to be kept.
+        num_prompt_tokens: of its request.
+        resumes: it goes on at the end of a turn behind whose answer something was kept: so will the next one.
         spares_live: it does without rather than push out what live conversations go on from.
         marked_units: depths where the caller asked for a checkpoint; those are kept `pin_seconds` long.
     """
 
     __slots__ = (
         "chain", "conversation", "decode_nodes", "exports", "hit_reason", "is_caching", "is_one_off",
-        "lineage", "marked_units", "newest", "num_hit_units", "on_path", "page_tables", "pin_seconds",
-        "previous", "replaced", "retention_priority", "running", "shared_end", "spares_live", "tip",
+        "lineage", "marked_units", "newest", "num_hit_units", "num_prompt_tokens", "on_path",
+        "page_tables", "pin_seconds", "previous", "replaced", "resumes", "retention_priority",
+        "running", "shared_end", "spares_live", "tip",
     )  # fmt: skip
 
     def __init__(self, chain: KeyChain, tip: Node, page_tables: list[list[int]], *, is_caching: bool) -> None:
@@ -64,6 +67,8 @@ class Lease:
         self.pin_seconds = 0.0
         self.shared_end: int | None = None
         self.is_one_off = False
+        self.resumes = False
+        self.num_prompt_tokens = 0
         self.spares_live = False
 
     def shared(self, position: int) -> int:

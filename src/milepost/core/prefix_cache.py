@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from milepost.config import CacheConfig
 from milepost.core import reasons
 from milepost.core.coordinator import JointHit, Match, joint_hit
-from milepost.core.eviction import Evictor
+from milepost.core.eviction import Evictor, is_guess
 from milepost.core.geometry import CacheGeometry
 from milepost.core.groups.attention import AttentionGroup
 from milepost.core.groups.recurrent import RecurrentGroup
@@ -25,7 +25,7 @@ from milepost.core.memory import Memory
 from milepost.core.metrics import CacheCounters
 from milepost.core.plan import ZERO_STATE
 from milepost.core.retention import Rank, export_order
-from milepost.core.reuse import CONTINUATION_REASONS, KnownConversations
+from milepost.core.reuse import CONTINUATION_REASONS, TURN_ENDS, KnownConversations
 from milepost.core.tree import NO_RECORD, Node, PrefixTree
 from milepost.core.units import ceil_div, floor_div, is_multiple
 
@@ -83,7 +83,7 @@ class PrefixCache:
         """Pin the matched boundary for a request; `release` undoes it."""
         lease = self.stand_on(chain, match.path[: match.units], now)
         lease.is_caching = self.config.enable_prefix_caching and uses_cache
-        lease.hit_reason = lease.tip.reason
+        lease.hit_reason, lease.num_prompt_tokens = lease.tip.reason, len(chain.tokens)
         lease.newest = lease.tip if lease.tip.states is not None else None
         return lease
 
@@ -133,12 +133,10 @@ class PrefixCache:
         """Turns of a conversation that led to the request of `lease`, as far as anything shows it."""
         tip, conversation = lease.tip, lease.conversation
         keys = lease.chain.keys[: match.limit_units]
-        turns = self.evictor.reuse.turns_before(keys, conversation, match.loss)
-        if conversation is not None and self.conversations.is_known(conversation):
-            turns = max(turns, 1)
+        turns = self.evictor.reuse.turns_before(keys, lease.num_prompt_tokens, conversation, match.loss)
         if lease.hit_reason in CONTINUATION_REASONS and tip.conversation in (None, conversation):
-            turns = max(turns, tip.num_hits + 1)
-        return turns
+            turns = max(turns, tip.num_hits + (not match.is_repeat(lease)))
+        return max(turns, int(self.conversations.is_known(conversation)))
 
     def record_hit(self, lease: Lease, match: Match, now: float) -> None:
         """Count the first admission of a request that starts from the tip of `lease`."""
@@ -147,12 +145,15 @@ class PrefixCache:
         for units in lease.marked_units:
             if units <= match.units:
                 self._pin(match.path[units - 1], lease, now)
-        if lease.conversation is not None:
-            self.conversations.note(lease.conversation)
+        self.conversations.note(lease.conversation)
         if tip.is_root:
             return
         self.counters.reuse_gaps.add(now - tip.last_used)
-        tip.last_used, tip.is_passed, tip.num_hits = now, False, tip.num_hits + 1
+        tip.is_resumed = tip.is_resumed or tip.is_passed
+        lease.resumes = tip.is_resumed and tip.is_answered
+        tip.num_hits += is_guess(tip) or not match.is_repeat(lease)
+        tip.num_prompt_tokens = max(tip.num_prompt_tokens, lease.num_prompt_tokens)
+        tip.last_used, tip.is_passed = now, False
         if tip.states is not None:
             self.evictor.await_use(tip, now)
 
@@ -412,16 +413,17 @@ class PrefixCache:
             return
         self.tree.attach_state(node, slots, reason)
         self.evictor.losses.forget(node.key)
-        node.conversation = lease.conversation
+        node.conversation, node.num_prompt_tokens = lease.conversation, lease.num_prompt_tokens
         node.made_at = node.last_used = now
-        node.is_passed = False
+        node.is_passed = node.is_answered = False
+        node.is_resumed = lease.resumes and reason in TURN_ENDS
         node.num_hits = 0 if reason == reasons.INTERVAL else lease.lineage
         node.retention_priority = lease.retention_priority
         self.evictor.await_use(node, now)
         node.pinned_until = now + lease.pin_seconds if is_marked else 0.0
         self.counters.checkpoints_by_reason[reason] += 1
         if reason != reasons.INTERVAL:
-            self.evictor.pass_by(lease.newest, lease.conversation)
+            self.evictor.pass_by(lease.newest, lease.conversation, reason)
             lease.newest = node
         if reason == reasons.DECODE:
             lease.decode_nodes.append(node)

@@ -9,16 +9,11 @@ from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from milepost.core.request import Request, RequestStatus
+from milepost.core.request import BACKGROUND_PRIORITY, Request, RequestStatus, is_background
+
+__all__ = ["BACKGROUND_PRIORITY", "FairShare", "RequestQueue", "is_background", "last_behind", "order_key"]
 
 WAITS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-BACKGROUND_PRIORITY = 1 << 31
-"""From this priority on a request gets what all others leave, see `BackgroundShare`."""
-
-
-def is_background(request: Request) -> bool:
-    """Whether a request gives way to every other one."""
-    return request.priority >= BACKGROUND_PRIORITY
 
 
 def order_key(request: Request) -> tuple[int, int, int]:
@@ -73,12 +68,15 @@ class _Share:
     end: int = 0
     entries: dict[int, _Entry] = field(default_factory=dict)
 
-    def first_waiting_turn(self, default: int) -> int:
-        """O(requests that run)."""
+    def tokens_waiting_before(self, request: Request) -> int:
+        """What those cost that came before `request` and still wait. O(requests before it)."""
+        num_tokens = 0
         for entry in self.entries.values():
+            if entry.request is request:
+                break
             if entry.request is not None and entry.request.status in WAITS:
-                return entry.request.turn
-        return default
+                num_tokens += entry.expected_cost()
+        return num_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -104,14 +102,15 @@ class FairShare:
     them before the clock. So they never change their order.
 
     Some requests are held back, for a sibling or a store. One that is served before others of its owner
-    takes their place: the clock becomes the turn of the first of them. And nobody saves up for later what
-    he could not use: who was held back goes on from the clock.
+    takes the place of the first of them. And nobody saves up for later what he could not use: who was held
+    back goes on from the clock.
     """
 
-    __slots__ = ("_levels",)
+    __slots__ = ("_changed", "_levels")
 
     def __init__(self) -> None:
         self._levels: dict[int, _Level] = {}
+        self._changed: set[tuple[int, str]] = set()
 
     def arrive(self, request: Request) -> None:
         """Give a new request its turn. O(1)."""
@@ -122,41 +121,49 @@ class FairShare:
         share.entries[request.arrival] = _Entry(request, level.clock)
         share.end = request.turn + request.num_prompt_tokens
 
-    def release(self, request: Request) -> bool:
-        """It was held back and is not any more. Returns, as the others do, whether turns may have changed."""
+    def release(self, request: Request) -> None:
+        """It was held back and is not any more. O(1)."""
         level = self._levels[request.priority]
-        if request.turn >= level.clock or request.status is not RequestStatus.WAITING:
-            return False
-        share = level.shares[request.owner]
-        share.entries[request.arrival].floor = level.clock
-        return self._lay_out(level, share)
+        if request.turn < level.clock and request.status is RequestStatus.WAITING:
+            level.shares[request.owner].entries[request.arrival].floor = level.clock
+            self._changed.add((request.priority, request.owner))
 
-    def serve(self, request: Request) -> bool:
+    def serve(self, request: Request) -> None:
         """Its first chunk is planned, and what it reuses is known."""
         level = self._levels[request.priority]
         share = level.shares[request.owner]
-        level.clock = max(level.clock, min(request.turn, share.first_waiting_turn(request.turn)))
-        if request.reuse is None or not request.reuse.num_cached_tokens:
-            return False
-        return self._lay_out(level, share)
+        level.clock = max(level.clock, request.turn - share.tokens_waiting_before(request))
+        if request.reuse is not None and request.reuse.num_cached_tokens:
+            self._changed.add((request.priority, request.owner))
 
-    def end(self, request: Request) -> bool:
-        """It is over. O(its owner's requests that are not)."""
+    def end(self, request: Request) -> None:
+        """It is over. O(1)."""
         level = self._levels[request.priority]
-        share = level.shares[request.owner]
         level.num_open -= 1
         if not level.num_open:
             del self._levels[request.priority]
-            return False
-        entry = share.entries[request.arrival]
+            return
+        entry = level.shares[request.owner].entries[request.arrival]
         entry.cost = entry.expected_cost() if request.reuse is not None else 0
         entry.floor = max(entry.floor, min(request.turn, level.clock))
         entry.request = None
-        return self._lay_out(level, share)
+        self._changed.add((request.priority, request.owner))
+
+    def lay_out(self) -> bool:
+        """Put the requests of owners of whom more is known behind each other anew; whether turns of those
+        that wait changed. O(requests of those owners that are not over)."""
+        changed = False
+        for priority, owner in sorted(self._changed):
+            level = self._levels.get(priority)
+            share = level.shares.get(owner) if level is not None else None
+            if level is not None and share is not None:
+                changed |= self._lay_out(level, share)
+        self._changed.clear()
+        return changed
 
     @staticmethod
     def _lay_out(level: _Level, share: _Share) -> bool:
-        """Put the requests of an owner behind each other at what they cost as far as is known."""
+        """At what they cost as far as is known."""
         end = 0
         changed = False
         over: _Entry | None = None
@@ -165,11 +172,13 @@ class FairShare:
             request = entry.request
             start = max(entry.floor, end)
             if request is not None:
-                start = max(start, min(request.turn, level.clock))
-                if request.status is RequestStatus.WAITING and request.turn != start:
-                    request.turn = start
-                    changed = True
                 over = None
+                if request.status is RequestStatus.WAITING:
+                    start = max(start, min(request.turn, level.clock))
+                    changed |= request.turn != start
+                    request.turn = start
+                else:
+                    start = max(start, request.turn)
             elif over is not None:
                 over.join(entry)
                 joined.append(arrival)
@@ -215,16 +224,19 @@ class RequestQueue:
         return is_new
 
     def release(self, held_by: Callable[[Request], str]) -> None:
-        """Give those that nothing holds back any more their place among the others."""
+        """Give those that nothing holds back any more their place among the others, and all of them the turns
+        that follow from what is known by now. To be called before requests are admitted."""
         released = [request for request in self._held.values() if not held_by(request)]
         for request in released:
             del self._held[request.request_id]
-            self._sort_if(self._shares.release(request))
+            self._shares.release(request)
+        if self._shares.lay_out():
+            self._requests.sort(key=order_key)
 
     def admit(self, request: Request) -> None:
         """It leaves the queue because it runs."""
         self.remove(request)
-        self._sort_if(self._shares.serve(request))
+        self._shares.serve(request)
 
     def remove(self, request: Request) -> None:
         self._requests.remove(request)
@@ -232,8 +244,4 @@ class RequestQueue:
 
     def settle(self, request: Request) -> None:
         """It has ended, wherever it was."""
-        self._sort_if(self._shares.end(request))
-
-    def _sort_if(self, is_changed: bool) -> None:
-        if is_changed:
-            self._requests.sort(key=order_key)
+        self._shares.end(request)

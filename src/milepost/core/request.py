@@ -27,6 +27,10 @@ __all__ = [
 ]
 
 
+BACKGROUND_PRIORITY = 1 << 31
+"""From this priority on a request gets what all others leave, see `background.BackgroundShare`."""
+
+
 class RequestStatus(enum.Enum):
     """Life cycle; `can_become` lists the legal moves."""
 
@@ -141,7 +145,7 @@ class Request:
         captures_logits: return the logits behind the prompt with the first token.
         retention_priority: its checkpoints count 2**priority times as much when room is made.
         pin_seconds: its `marker` checkpoints are given up last for so long.
-        priority: lower runs first; from `queues.BACKGROUND_PRIORITY` on what others leave.
+        priority: lower runs first; from `BACKGROUND_PRIORITY` on what others leave.
         prompt_logprobs: None = none; k >= 0 = log-probability of each prompt token but the first, and of the
             k most likely ones. What is asked for is computed, so nothing before it is reused.
         owner: owners that compete get equal shares (`queues.FairShare`); never enters a hash.
@@ -266,7 +270,7 @@ class Request:
     @property
     def follows_others(self) -> bool:
         """Whether it is worth waiting for a prefix that somebody else computes or stored."""
-        return self.uses_cache and not self.is_scored
+        return self.uses_cache and not self.is_scored and not is_background(self)
 
     @property
     def num_output_tokens(self) -> int:
@@ -301,3 +305,8 @@ class Request:
         if not self.status.can_become(status):
             raise ValueError(f"request {self.request_id}: {self.status.value} cannot become {status.value}")
         self.status = status
+
+
+def is_background(request: Request) -> bool:
+    """Whether a request gives way to every other one."""
+    return request.priority >= BACKGROUND_PRIORITY

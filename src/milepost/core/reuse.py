@@ -117,18 +117,22 @@ class Wait:
     Attributes:
         since: when it was made or last used.
         conversation: whose request made it, if the caller named one.
+        num_prompt_tokens: of the longest request that made or used it.
     """
 
     since: float
     reuse_class: ReuseClass
     conversation: tuple[bytes, str] | None = None
+    num_prompt_tokens: int = 0
 
-    def turns_for(self, conversation: tuple[bytes, str] | None) -> int:
+    def turns_for(self, conversation: tuple[bytes, str] | None, *, is_repeat: bool = False) -> int:
         """Turns that lead to a request of `conversation` that goes on here, even if the checkpoint is gone.
         What another conversation left says nothing about this one: a side request starts anew."""
         reason, _, turns, _ = self.reuse_class
         is_own = self.conversation in (None, conversation)
-        return turns + 1 if is_own and reason in CONTINUATION_REASONS else 0
+        if not is_own or reason not in CONTINUATION_REASONS:
+            return 0
+        return turns + (not is_repeat)
 
 
 @dataclass(slots=True)
@@ -164,9 +168,10 @@ class ReuseModel:
         reuse_class: ReuseClass,
         now: float,
         conversation: tuple[bytes, str] | None = None,
+        num_prompt_tokens: int = 0,
     ) -> None:
         """A checkpoint begins to wait for its (next) use."""
-        self._waiting[key] = Wait(now, reuse_class, conversation)
+        self._waiting[key] = Wait(now, reuse_class, conversation, num_prompt_tokens)
         self._waiting.move_to_end(key)
         self._num_new += 1
         if len(self._waiting) > MAX_REMEMBERED:
@@ -191,16 +196,22 @@ class ReuseModel:
         return wait
 
     def turns_before(
-        self, keys: Sequence[bytes], conversation: tuple[bytes, str] | None, loss: Loss | None
+        self,
+        keys: Sequence[bytes],
+        num_prompt_tokens: int,
+        conversation: tuple[bytes, str] | None,
+        loss: Loss | None,
     ) -> int:
-        """Turns that lead to a request of `conversation` with these boundaries: what the deepest one that
-        waits was made by, or one turn where it goes on at a checkpoint that was refused or given up."""
+        """Turns that lead to a request of `conversation` with these boundaries: those of the deepest one that
+        waits and one more, or one where it goes on at a checkpoint that was refused or given up. The same
+        prompt again is no further turn."""
         for units in range(len(keys), 0, -1):
             wait = self._waiting.get(keys[units - 1])
             if wait is not None:
-                return wait.turns_for(conversation)
+                is_repeat = units == len(keys) and num_prompt_tokens <= wait.num_prompt_tokens
+                return wait.turns_for(conversation, is_repeat=is_repeat)
             if loss is not None and loss.units == units and loss.reason in CONTINUATION_REASONS:
-                return 1
+                return int(units < len(keys))
         return 0
 
     def used_deepest(self, keys: Sequence[bytes], now: float) -> None:
@@ -284,11 +295,13 @@ class KnownConversations:
     def __init__(self) -> None:
         self._seen: OrderedDict[tuple[bytes, str], None] = OrderedDict()
 
-    def is_known(self, conversation: tuple[bytes, str]) -> bool:
-        return conversation in self._seen
+    def is_known(self, conversation: tuple[bytes, str] | None) -> bool:
+        return conversation is not None and conversation in self._seen
 
-    def note(self, conversation: tuple[bytes, str]) -> None:
-        """Remember a conversation."""
+    def note(self, conversation: tuple[bytes, str] | None) -> None:
+        """Remember a conversation, if it has a name."""
+        if conversation is None:
+            return
         self._seen[conversation] = None
         self._seen.move_to_end(conversation)
         if len(self._seen) > MAX_CONVERSATIONS:

@@ -261,7 +261,7 @@ class Scheduler:
             if limit > 0 and request.status is RequestStatus.RUNNING:
                 left -= self._plan_prefill(plan, request, limit)
         self._admit(plan, min(left, self._background.num_left_tokens), in_background=True)
-        if not plan.chunks and all(map(is_background, self.requests.values())):
+        if not plan.chunks and self.transfers.is_idle and all(map(is_background, self.requests.values())):
             self._give_one_up()
         plan.finished = self._gone_on_worker
         self._gone_on_worker = []

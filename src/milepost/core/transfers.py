@@ -312,6 +312,11 @@ class Transfers:
         """Nodes that are being read, once per reader."""
         return self._saving
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being read or loaded, so that no memory comes back by itself."""
+        return not self._restores and not self._saving
+
     def audit(self, request_ids: set[int]) -> list[str]:
         """Held requests exist."""
         problems = []

@@ -25,6 +25,10 @@ class Node:
         num_users: pins, and children with users: whether a lease needs this unit.
         pinned_until: a client asked to give this checkpoint up last until then.
         num_hits: hits on this checkpoint, those of the conversation it continues included.
+        is_answered: the deeper checkpoint belongs to an answer.
+        is_resumed: requests come back here although something deeper was made behind it, or did so at the
+            end of the turn before.
+        num_prompt_tokens: of the longest request that made or hit it.
         is_passed: whether a request that went through this checkpoint left a deeper one, `interval` ones
             aside, since they depend on free memory.
         conversation: (domain root, name) of the conversation whose request made the checkpoint.
@@ -32,9 +36,9 @@ class Node:
     """
 
     __slots__ = (
-        "children", "conversation", "depth", "is_passed", "key", "last_used", "made_at", "num_hits",
-        "num_users", "pages", "parent", "pinned_until", "pins", "reason", "retention_priority", "states",
-        "tokens",
+        "children", "conversation", "depth", "is_answered", "is_passed", "is_resumed", "key", "last_used",
+        "made_at", "num_hits", "num_prompt_tokens", "num_users", "pages", "parent", "pinned_until", "pins",
+        "reason", "retention_priority", "states", "tokens",
     )  # fmt: skip
 
     def __init__(self, key: bytes, parent: Node | None, tokens: bytes, pages: list[int], now: float) -> None:
@@ -52,6 +56,9 @@ class Node:
         self.made_at = now
         self.num_hits = 0
         self.is_passed = False
+        self.is_answered = False
+        self.is_resumed = False
+        self.num_prompt_tokens = 0
         self.conversation: tuple[bytes, str] | None = None
         self.retention_priority = 0
         self.pinned_until = 0.0
