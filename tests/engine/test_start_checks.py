@@ -65,10 +65,19 @@ def test_a_folder_that_cannot_be_used(
 def test_a_folder_that_is_given_twice(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     check(
-        ConfigError, "'file' .*1,073,741,824 bytes.* and 'persist' .*5 bytes.* one and the same place",
-        kv_stores=(f"file://{folder}?bytes=1GiB",), persist=folder, persist_bytes=5,
+        ConfigError, "'file' .*1,073,741,824 bytes.* and 'persist' .*5,242,880 bytes.* one and the same",
+        kv_stores=(f"file://{folder}?bytes=1GiB",), persist=folder, persist_bytes=5 << 20,
     )  # fmt: skip
     assert not folder.exists()
+
+
+def test_a_slip_of_the_unit_costs_no_folder(tmp_path: Path) -> None:
+    check(
+        ConfigError,
+        "persist_bytes: 1000 bytes hold no segment.*at least 1MiB",
+        persist=tmp_path,
+        persist_bytes=1000,
+    )
 
 
 def test_a_folder_whose_name_has_a_nul(tmp_path: Path) -> None:

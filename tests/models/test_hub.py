@@ -133,3 +133,7 @@ def test_drafters_that_ship_with_the_package_have_names(hub: list[Any]) -> None:
     hub.append(RuntimeError("not found"))
     with pytest.raises(CheckpointFileError, match="the hub does not give it"):
         model_directory("milepost-tiny/nothing")
+
+
+def test_the_embedded_model_has_a_name() -> None:
+    assert (model_directory("milepost-tiny") / "config.json").is_file()

@@ -49,7 +49,9 @@ def test_places_losses_and_loads_are_said() -> None:
     )
     again = sentences(replace(REUSE, reason="retokenized@640", retokenized_at=640))
     assert again.startswith(SENTENCES["retokenized"]) and "number 640" in again
-    assert "number" not in sentences(replace(REUSE, reason="cold"))
+    assert sentences(replace(REUSE, reason="cold", first_divergence=0)) == SENTENCES["cold"]
+    assert "differs is number 27 " in sentences(replace(REUSE, reason="cold", first_divergence=27))
+    assert "number" not in sentences(replace(REUSE, reason="too_short"))
     lost = sentences(replace(REUSE, reason="no_state", num_tokens_lost_to_missing_state=2048))
     assert "2,048 more tokens have pages, but no state" in lost
     assert sentences(None) == NOT_ADMITTED

@@ -155,7 +155,7 @@ def test_a_path_keeps_its_order_over_a_restart(tmp_path: Path) -> None:
     assert store.lookup([other.header.key], deadline_seconds=SECONDS) == [None]
 
 
-def test_a_smaller_budget_is_kept_from_the_start(tmp_path: Path) -> None:
+def test_a_smaller_budget_is_kept_from_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     segments = [segment(("shrink", index), record_bytes=30_000) for index in range(6)]
     open_store(tmp_path / "store").save(segments, deadline_seconds=SECONDS)
     budget = 2 * disk_bytes(512 + segments[0].header.payload_bytes)
@@ -163,6 +163,7 @@ def test_a_smaller_budget_is_kept_from_the_start(tmp_path: Path) -> None:
     assert bytes_below(tmp_path / "store") <= budget
     found = store.lookup(keys(segments), deadline_seconds=SECONDS)
     assert [bool(each) for each in found] == [False] * 4 + [True] * 2
+    assert "were given up, since the budget is" in caplog.text
 
 
 def test_the_models_in_a_folder_share_its_budget(tmp_path: Path) -> None:

@@ -41,6 +41,8 @@ log = logging.getLogger("milepost.engine")
 
 PERSIST_TIER = "persist"
 DEFAULT_PERSIST_BYTES = 50 << 30
+MIN_PERSIST_BYTES = 1 << 20
+"""Less holds no segment of any model: a slip of the unit, which would cost what an existing folder holds."""
 MAX_LOAD_SECONDS = 3600.0
 
 
@@ -84,6 +86,12 @@ class StoreOptions:
             folder = self.persist.expanduser().absolute()
             if folder == Path(folder.anchor):
                 raise ConfigError("persist", f"{folder} is the root of the file system; name a folder")
+            if self.persist_bytes < MIN_PERSIST_BYTES:
+                raise ConfigError(
+                    "persist_bytes",
+                    f"{self.persist_bytes} bytes hold no segment, and what is in the folder would be given up "
+                    f"to keep the bound; give at least {MIN_PERSIST_BYTES >> 20}MiB",
+                )
             if any(address.name == PERSIST_TIER for address in addresses):
                 raise ConfigError("kv_store", f"the name {PERSIST_TIER!r} is that of --persist")
             addresses.append(

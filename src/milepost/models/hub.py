@@ -23,15 +23,15 @@ def is_hub_id(text: str) -> bool:
 
 
 def model_directory(path: str | Path) -> Path:
-    """`path` as a directory that exists, one that ships with the package (`milepost-tiny/NAME`), or the local
-    copy of a hub id like `owner/name@revision`.
+    """`path` as a directory that exists, one that ships with the package (`milepost-tiny`, `milepost-tiny/NAME`),
+    or the local copy of a hub id like `owner/name@revision`.
 
     Raises:
         CheckpointFileError: it does not exist, is a file, or the hub cannot be reached.
     """
     directory = Path(path)
     if not directory.is_dir():
-        if str(path).startswith(_SHIPPED) and (ASSETS / path).is_dir():
+        if f"{path}/".startswith(_SHIPPED) and (ASSETS / path).is_dir():
             return ASSETS / path
         if is_hub_id(str(path)) and not directory.exists():
             return snapshot_directory(str(path))
@@ -71,7 +71,8 @@ def snapshot_directory(model_id: str) -> Path:
     except Exception as error:  # network, permissions, unknown names: each with an exception of its own
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise CheckpointFileError(
-            f"{model_id} is no local directory, and the hub does not give it: {reason} {_advice(repository)}"
+            f"{model_id} is no local directory, and the hub does not give it: {reason.rstrip('.')}. "
+            f"{_advice(repository)}"
         ) from None
 
 

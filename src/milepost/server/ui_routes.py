@@ -37,7 +37,7 @@ from milepost.server.pasted import (
     read_prompt,
 )
 from milepost.server.schema import parse_body
-from milepost.server.why import SENTENCES, WITHOUT_PLACE
+from milepost.server.why import SENTENCES, divergence_shown
 
 router = APIRouter()
 
@@ -124,7 +124,7 @@ async def probe(request: Request) -> JSONResponse:
     tokenizer = service.model.tokenizer
     text = tokenizer.decode
     reused = report.num_cached_tokens
-    split = None if report.reason in WITHOUT_PLACE else report.divergence_position
+    split = divergence_shown(report.reason, report.divergence_position)
     return JSONResponse(
         {
             **dataclasses.asdict(report),

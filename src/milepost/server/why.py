@@ -12,7 +12,7 @@ RETOKENIZED = "retokenized"
 
 SENTENCES: Mapping[str, str] = {
     reasons.HIT: "Everything that can be reused was reused; the end of a prompt is always computed.",
-    reasons.COLD: "Nothing that is cached begins like this prompt.",
+    reasons.COLD: "Nothing that is cached begins with the first unit of this prompt.",
     reasons.DIVERGED: "The prompt differs from what is cached.",
     reasons.PATH_ENDS: "The cached prompt ends there; what follows was not seen before.",
     reasons.NO_STATE: "The next tokens have pages, but there is no checkpoint to start from behind them.",
@@ -25,9 +25,15 @@ SENTENCES: Mapping[str, str] = {
 }
 """Reason code of a reuse report -> what it means."""
 
-WITHOUT_PLACE = (reasons.COLD, reasons.TOO_SHORT, reasons.DISABLED, reasons.PROMPT_LOGPROBS)
+_WITHOUT_PLACE = (reasons.TOO_SHORT, reasons.DISABLED, reasons.PROMPT_LOGPROBS)
 """Where a prompt like this parts from others explains nothing."""
 NOT_ADMITTED = "It ended before anything was looked up."
+
+
+def divergence_shown(reason: str, place: int | None) -> int | None:
+    """Number of the first token that differs, where that explains something."""
+    is_far = reason == reasons.COLD and not place
+    return None if is_far or reason in _WITHOUT_PLACE else place
 
 
 def sentences(reuse: ReuseExplanation | None) -> str:
@@ -36,7 +42,7 @@ def sentences(reuse: ReuseExplanation | None) -> str:
         return NOT_ADMITTED
     parts = [SENTENCES.get(reuse.reason_code, f"{reuse.reason_code}.")]
     place = reuse.retokenized_at if reuse.retokenized_at is not None else reuse.first_divergence
-    if place is not None and reuse.reason_code not in WITHOUT_PLACE:
+    if (place := divergence_shown(reuse.reason_code, place)) is not None:
         parts.append(f"The first token that differs is number {place:,} (counted from 0).")
     if reuse.num_tokens_lost_to_missing_state:
         parts.append(

@@ -100,7 +100,13 @@ class FileStore(ObjectStore):
         try:
             with self._folder.locked(deadline), self._lock:
                 self._rescan()
+                num_bytes = self._folder.total_bytes
                 self._evict(0, ())
+                if (num_evicted := num_bytes - self._folder.total_bytes) > 0:
+                    logger.warning(
+                        "%s: %.1f of %.1f MiB were given up, since the budget is %.1f MiB", self._folder.root,
+                        num_evicted / 2**20, num_bytes / 2**20, self.budget_bytes / 2**20,
+                    )  # fmt: skip
         except OSError as error:
             if not is_full(error):
                 raise
