@@ -89,8 +89,8 @@ class StoreOptions:
             if self.persist_bytes < MIN_PERSIST_BYTES:
                 raise ConfigError(
                     "persist_bytes",
-                    f"{self.persist_bytes} bytes hold no segment, and what is in the folder would be given up "
-                    f"to keep the bound; give at least {MIN_PERSIST_BYTES >> 20}MiB",
+                    f"{self.persist_bytes} bytes hold no segment, and what is in the folder would go to keep "
+                    f"the bound; give at least {MIN_PERSIST_BYTES >> 20}MiB",
                 )
             if any(address.name == PERSIST_TIER for address in addresses):
                 raise ConfigError("kv_store", f"the name {PERSIST_TIER!r} is that of --persist")

@@ -23,8 +23,8 @@ def is_hub_id(text: str) -> bool:
 
 
 def model_directory(path: str | Path) -> Path:
-    """`path` as a directory that exists, one that ships with the package (`milepost-tiny`, `milepost-tiny/NAME`),
-    or the local copy of a hub id like `owner/name@revision`.
+    """`path` as a directory that exists, one that ships with the package (`milepost-tiny` or
+    `milepost-tiny/NAME`), or the local copy of a hub id like `owner/name@revision`.
 
     Raises:
         CheckpointFileError: it does not exist, is a file, or the hub cannot be reached.
