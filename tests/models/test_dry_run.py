@@ -48,15 +48,19 @@ def test_wrong_shape_is_found(tmp_path: Path) -> None:
 
 
 _SCRIPT = """
-import resource, sys
+import sys
+from pathlib import Path
 from milepost.models.dry_run import check_checkpoint
 report = check_checkpoint(sys.argv[1])
 print(report.num_tensors, report.num_values, report.num_bytes, len(report.unused_tensors))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+# Not ru_maxrss: that begins with what the process that started this one had taken.
+print(next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines()
+           if line.startswith("VmHWM")) * 1024)
 """
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc/self/status")
 def test_the_full_48b_shapes_within_two_gib(tmp_path: Path) -> None:
     config = json.loads((CONFIGS / "kimi-linear-48b-a3b" / "config.json").read_text())
     shapes = kimi_linear_shapes(config)
