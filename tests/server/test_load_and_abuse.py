@@ -317,8 +317,10 @@ def test_leaving_while_queued(server: Running, stream: bool) -> None:
             suppress(httpx.ReadTimeout),
             httpx.stream("POST", server.url + COMPLETIONS, json=waiting, timeout=limit) as response,
         ):
-            assert stream and next(response.iter_lines()) == ": waiting"
-            wait_for(lambda: server.scheduler.num_waiting == 1, "it does not wait")
+            lines = response.iter_lines()  # kept: without it the connection is closed
+            assert stream and next(lines) == ": waiting"
+            assert server.scheduler.num_waiting == 1
+            del lines
         wait_for(lambda: server.scheduler.num_waiting == 0, "it still waits")
         assert server.scheduler.num_running == 1
         server.worker.seconds_per_step = 0.0
