@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -348,22 +349,55 @@ def test_the_clock_goes_on_while_the_first_request_of_a_key_is_held() -> None:
     harness.run()
 
 
-def test_a_preempted_request_is_not_overtaken_by_later_ones_of_its_key() -> None:
+def lined_up(sizes: dict[str, list[int]]) -> tuple[RequestQueue, dict[str, list[Request]]]:
+    """A queue, and per owner its requests of so many tokens."""
     queue = RequestQueue()
-    requests = [queued(n, "a", num_tokens, 0) for n, num_tokens in enumerate((1000, 100, 100))]
-    for request in requests:
+    number = itertools.count()
+    requests = {owner: [queued(next(number), owner, n, 0) for n in own] for owner, own in sizes.items()}
+    for request in itertools.chain.from_iterable(requests.values()):
         queue.arrive(request)
         queue.push(request)
-    for request in requests[:2]:
-        request.reuse = ReuseReport(request.num_prompt_tokens, 0, {}, 0, None, "cold", None)
-        request.move_to(RequestStatus.RUNNING)
-        queue.admit(request)
-    requests[1].move_to(RequestStatus.PREEMPTED)
-    queue.push(requests[1])
-    requests[0].reuse = ReuseReport(1000, 990, {}, 0, None, "hit", None)
-    queue.settle(requests[0])
+    return queue, requests
+
+
+def admit(queue: RequestQueue, request: Request, num_cached_tokens: int = 0) -> None:
+    request.reuse = ReuseReport(request.num_prompt_tokens, num_cached_tokens, {}, 0, None, "hit", None)
+    request.move_to(RequestStatus.RUNNING)
+    queue.admit(request)
+
+
+def test_who_is_served_before_his_own_takes_their_place() -> None:
+    queue, requests = lined_up({"a": [100] * 5})
+    for request in requests["a"][:4]:
+        queue.hold(request)
+    admit(queue, requests["a"][4])
+    late = queued(99, "b", 10, 0)
+    queue.arrive(late)
+    assert late.turn == 0
+
+
+def test_who_was_held_goes_on_from_the_clock() -> None:
+    queue, requests = lined_up({"a": [100, 100], "b": [100] * 4})
+    queue.hold(requests["a"][0])
+    for request in requests["b"][:3]:
+        admit(queue, request)
+    queue.release(lambda request: "load")
+    assert [request.turn for request in requests["a"]] == [0, 100]
     queue.release(lambda request: "")
-    assert list(queue) == requests[1:]
+    assert [request.turn for request in requests["a"]] == [200, 300]
+
+
+def test_a_preempted_request_is_not_overtaken_by_later_ones_of_its_key() -> None:
+    queue, requests = lined_up({"a": [500, 1000, 100, 100]})
+    held, cheap, preempted, last = requests["a"]
+    queue.hold(held)
+    admit(queue, cheap, num_cached_tokens=990)
+    admit(queue, preempted)
+    preempted.move_to(RequestStatus.PREEMPTED)
+    queue.push(preempted)
+    queue.settle(cheap)
+    queue.release(lambda request: "load")
+    assert list(queue) == [held, preempted, last]
 
 
 def test_nobody_waits_for_a_background_request_that_computes_his_prefix() -> None:

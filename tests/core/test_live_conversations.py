@@ -206,6 +206,25 @@ def test_a_document_that_many_ask_about_beside_live_conversations() -> None:
     assert sum(count >= 3900 for count in reused) >= 20, reused
 
 
+def test_a_shared_beginning_is_live_before_it_was_used() -> None:
+    harness = Harness()
+    shared = numbered(40)
+    ids = [harness.add(shared + numbered(20, seed)) for seed in (1, 2)]
+    harness.schedule()
+    lease = harness.requests[ids[0]].held_lease
+    evictor = harness.cache.evictor
+    assert lease.is_one_off
+    worth = {r: evictor.export_worth(lease, {}, 40, r, 0.0)[0] for r in (reasons.JUNCTION, reasons.MESSAGE)}
+    assert worth == {reasons.JUNCTION: LIVE, reasons.MESSAGE: ORDINARY}
+    harness.execute()
+    harness.run()
+    node = harness.cache.node_at(harness.requests[ids[0]].known_chain, 40)
+    assert node is not None and node.reason == reasons.JUNCTION
+    node.num_hits, node.last_used = 0, node.made_at
+    assert evictor.rank(node, node.made_at)[0] == LIVE
+    assert evictor.rank(node, node.made_at + DEFAULT_LIVE_AGE + 1)[0] == ORDINARY
+
+
 @pytest.mark.parametrize("side", [1000, 8000])
 def test_several_answers_to_one_prompt_are_no_conversation(side: int) -> None:
     harness = harness_of(6, 2000 + side)

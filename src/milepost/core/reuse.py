@@ -184,9 +184,6 @@ class ReuseModel:
         if wait is not None:
             self._waiting[key] = replace(wait, reuse_class=reuse_class)
 
-    def is_waiting(self, key: bytes) -> bool:
-        return key in self._waiting
-
     def used(self, key: bytes, now: float) -> Wait | None:
         """A prompt reached this boundary, whether or not its checkpoint still existed: the wait that ends
         with it, if there was one."""
