@@ -9,7 +9,9 @@ import openai
 import pytest
 from tests.server.serving import HTTP, MAX_MODEL_LEN, Running, running_server
 
+from milepost.errors import RequestError
 from milepost.server import schema
+from milepost.server.errors import error_object, naming, shaped_for
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -24,6 +26,8 @@ def assert_error(response: httpx.Response, status: int, param: str | None, text:
     assert set(error) == {"message", "type", "param", "code"}
     assert error["param"] == param, error
     assert text.lower() in error["message"].lower(), error
+    if param is not None:
+        assert error["message"].count(f"{param}: ") <= 1 and param in error["message"], error
     return error
 
 
@@ -165,6 +169,35 @@ def test_the_official_client_sees_its_own_exceptions(server: Running) -> None:
     assert too_long.value.code == "context_length_exceeded"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
+
+
+@pytest.mark.parametrize(
+    ("param", "message", "body"),
+    [
+        ("top_p", "must be between 0 and 1", "top_p: must be between 0 and 1"),
+        ("suffix", "`suffix` is not supported", "`suffix` is not supported"),
+        ("prompt", "the prompt is empty", "the prompt is empty"),
+        ("a.b", "a.b.c: no keyword", "a.b.c: no keyword"),
+        ("logprobs", "needs `top_logprobs`", "logprobs: needs `top_logprobs`"),
+        ("n", "must be an integer", "n: must be an integer"),
+        ("role", "must be user, not 'role'", "role: must be user, not 'role'"),
+        ("role", 'must be user, not "role"', 'role: must be user, not "role"'),
+        ("tools", "this model's tools cannot be shown to the model's template", None),
+        (None, "the body is too large", None),
+    ],
+)
+def test_every_message_names_its_field_once(param: str | None, message: str, body: str | None) -> None:
+    assert naming(param, message) == (body or message)
+    error = RequestError(param, message)
+    assert error_object(error)[1]["error"]["message"] == (body or message)
+    assert shaped_for("/v1/messages", *error_object(error))["error"]["message"] == (body or message)
+
+
+def test_what_a_user_of_the_official_client_prints_names_the_field(server: Running) -> None:
+    client = server.client()
+    with pytest.raises(openai.BadRequestError) as wrong:
+        client.completions.create(model="tiny", prompt="x", top_p=7)
+    assert "top_p: must be between 0 and 1" in str(wrong.value)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"prompt": "\xff"}'])

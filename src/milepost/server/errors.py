@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 from fastapi import FastAPI
@@ -78,19 +79,23 @@ def shaped_for(path: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
     """An error in the form of the API that `path` belongs to."""
     if path != ANTHROPIC_PATH and not path.startswith(f"{ANTHROPIC_PATH}/"):
         return body
-    error, field = body["error"], body["error"]["param"]
-    message = (
-        error["message"] if field is None or field in error["message"] else f"{field}: {error['message']}"
-    )
     kind = ANTHROPIC_KINDS.get(status, "invalid_request_error")
-    return {
-        "type": "error",
-        "error": {"type": kind, "message": message, "param": field, "code": error["code"]},
-    }
+    return {"type": "error", "error": {**body["error"], "type": kind}}
 
 
 def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": naming(param, message), "type": kind, "param": param, "code": code}}
+
+
+_QUOTED = re.compile(r"(?<!\w)'[^']*'" r'|"[^"]*"')
+
+
+def naming(param: str | None, message: str) -> str:
+    """`message`, with the field it is about in front where it does not name it: clients print the message
+    alone. What stands in quotes was sent by the caller and names nothing."""
+    if param is None or re.search(rf"(?<!\w){re.escape(param)}(?!\w)", _QUOTED.sub("", message)):
+        return message
+    return f"{param}: {message}"
 
 
 MAX_PATH_SEGMENTS = 16
