@@ -114,7 +114,7 @@ native-checks-if-possible: $(VENV)/.stamp-torch
 .PHONY: serve
 serve: $(VENV)/.stamp-serve native-if-possible ## serve the embedded model (or MODEL=dir) on HOST:PORT, 127.0.0.1:8000
 	@echo '== starting; it answers once it says "listening on" =='
-	$(VENV)/bin/milepost serve $(MODEL) --host $(HOST) --port $(PORT) $(SERVE_ARGS)
+	$(VENV)/bin/milepost serve $(if $(MODEL),$(MODEL) )--host $(HOST) --port $(PORT)$(if $(SERVE_ARGS), $(SERVE_ARGS))
 
 .PHONY: test
 test: $(VENV)/.stamp-test native-if-possible ## the tests, offline, in under ten minutes

@@ -25,20 +25,40 @@ def url() -> Iterator[str]:
         yield address
 
 
-def test_two_turns_with_the_official_client(url: str) -> None:
-    script = re.search(r"```python\n(.*?)```", README, re.DOTALL)
-    shown = re.search(r"```text\n(.*?)```", README, re.DOTALL)
-    assert script is not None and shown is not None and ADDRESS in script[1]
-    done = subprocess.run(
-        [sys.executable, "-c", script[1].replace(ADDRESS, url)],
-        capture_output=True, text=True, timeout=120, check=False,
+def tokens(line: str) -> tuple[int, str]:
+    """Reused tokens and the reason. How long the answers before are may depend on the machine's kernels."""
+    found = re.fullmatch(r"\d+ prompt tokens, (\d+) reused: (\w+)", line)
+    assert found is not None, line
+    return int(found[1]), found[2]
+
+
+def test_two_turns_and_two_after_restarts_with_the_official_client(url: str, tmp_path: Path) -> None:
+    scripts = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    shown = [text.splitlines() for text in re.findall(r"```text\n(.*?)```", README, re.DOTALL)]
+    assert len(scripts) == 3 and ADDRESS in scripts[0] and [len(lines) for lines in shown] == [2, 4]
+    moved = 'client = client.copy(base_url=input() + "/v1", max_retries=0)\n'
+    session = subprocess.Popen(
+        [sys.executable, "-u", "-c", moved.join(scripts).replace(ADDRESS, url)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    # How long the model's first answer is may depend on the machine's kernels.
-    first, second = done.stdout.splitlines()
-    wanted_first, wanted_second = shown[1].splitlines()
-    assert first == wanted_first
-    assert second.split(",")[1] == wanted_second.split(",")[1]
+    assert session.stdin is not None and session.stdout is not None
+    try:
+        printed = [session.stdout.readline().rstrip() for _ in range(2)]
+        assert printed[0] == shown[0][0]
+        assert tokens(printed[1]) == tokens(shown[0][1])
+        for expected in (shown[1][:2], shown[1][2:]):
+            # The page says that a load can come too late; it must not here.
+            with serving("--persist", str(tmp_path), "--kv-load-policy", "always") as (address, _, _):
+                session.stdin.write(f"{address}\n")
+                session.stdin.flush()
+                printed = [session.stdout.readline().rstrip() for _ in range(2)]
+            assert tokens(printed[0])[1] == tokens(expected[0])[1]
+            num_reused = tokens(printed[0])[0]
+            assert printed[1] == expected[1].replace(str(tokens(expected[0])[0]), str(num_reused))
+        assert num_reused > 192
+        assert session.wait(30) == 0
+    finally:
+        session.kill()
 
 
 def test_the_first_question(url: str) -> None:
