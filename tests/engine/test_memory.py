@@ -78,9 +78,9 @@ def test_weights_are_what_loading_holds() -> None:
     """The embedded model is stored and computed in bf16; in float32 it takes twice as much."""
     small = weight_bytes(EMBEDDED_MODEL, describe(EMBEDDED_MODEL))
     files = sum(path.stat().st_size for path in EMBEDDED_MODEL.glob("*.safetensors"))
-    assert files * 0.9 <= small <= 1.5 * files
+    assert files * 0.7 <= small <= files, "the module that drafts is in the files, and not loaded"
     large = weight_bytes(EMBEDDED_MODEL, describe(EMBEDDED_MODEL, dtype="float32"))
-    assert 1.5 * small < large < 2.1 * small
+    assert large == 2 * small
 
 
 def plan(**changes: int) -> MemoryPlan:
@@ -126,3 +126,6 @@ def test_stores_in_memory_count() -> None:
 def test_the_line_for_people() -> None:
     parts = "weights 2.0 GiB, workspace 1.0 GiB, cache 4.0 GiB, process 1.0 GiB"
     assert memory_line(plan()) == f"memory: {parts}; 8.0 GiB of 8.0 GiB (planted)"
+    loading = plan(weights=GIB, reading=GIB)
+    assert memory_line(loading).startswith("memory: weights 1.0 GiB, reading them 1.0 GiB, workspace 1.0 GiB,")
+    assert loading.total == plan().total

@@ -77,10 +77,10 @@ def test_without_drafts_nothing_is_spent_on_the_module(without_module: Path) -> 
     ours, plain = describe(FOLDER), describe(without_module)
     assert ours == plain and ours.num_draft_modules == 0
     ours_plan, plan = (planned_memory(path, plain, options) for path in (FOLDER, without_module))
-    # Planned is also what the files' average layer takes while it is loaded; the module is not.
+    # Planned is also what the files' average layer takes while it is read; the module is not.
     share = (FOLDER / DRAFTER_FILE).stat().st_size // ours.num_layers
-    assert 0 <= ours_plan.weights - plan.weights <= share + 1
-    assert ours_plan.total - ours_plan.weights == plan.total - plan.weights
+    assert 0 <= ours_plan.reading - plan.reading <= share + 1
+    assert ours_plan.total - ours_plan.reading == plan.total - plan.reading
     model, bare = load_model(FOLDER), load_model(without_module)
     assert model.drafts is None and model.layout == bare.layout
     assert bare.unused_tensors == [] and all(name.startswith(PREFIX) for name in model.unused_tensors)

@@ -26,7 +26,7 @@ def show_info(directory: Path | None, options: ServingOptions, *, check_weights:
     Raises:
         ConfigError, CheckpointFileError: the model cannot be served, or not with this budget.
     """
-    from milepost.engine.memory import held_weight_bytes
+    from milepost.engine.memory import weight_bytes
     from milepost.engine.serving import EMBEDDED_MODEL, check_budget
     from milepost.models.description import describe
     from milepost.models.hub import model_directory
@@ -44,7 +44,7 @@ def show_info(directory: Path | None, options: ServingOptions, *, check_weights:
         "model type": about.model_type,
         "parameters": f"{about.num_parameters:,}",
         "dtype": about.precision,
-        "weights in memory": format_size(held_weight_bytes(path, about)),
+        "weights in memory": format_size(weight_bytes(path, about)),
         "layers": _layers(about.layer_kinds) + f"; {about.num_moe_layers} with experts",
         "vocabulary": f"{about.vocab_size:,}",
         "declared context": f"{about.max_model_len:,} tokens",

@@ -35,7 +35,8 @@ class MemoryLimit:
 class MemoryPlan:
     """Attributes: bytes.
 
-    weights: as loaded, one layer of the files included while they are read.
+    weights: as loaded.
+    reading: one layer of the files beside them, while they are read.
     workspace: activations and logits of a step.
     cache: pages and states, `--cache-bytes`.
     stores: memory tiers behind the cache.
@@ -48,15 +49,17 @@ class MemoryPlan:
     cache: int
     stores: int
     process: int = PROCESS_BYTES
+    reading: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.workspace + self.cache + self.stores + self.process
+        return sum(self.parts().values())
 
     def parts(self) -> Mapping[str, int]:
         """Name -> bytes, for a table."""
         return {
             "weights": self.weights,
+            "reading them": self.reading,
             "workspace": self.workspace,
             "cache": self.cache,
             "stores in memory": self.stores,
@@ -106,6 +109,7 @@ def memory_plan(
     return MemoryPlan(
         limit=limit or memory_limit(),
         weights=weight_bytes(directory, about),
+        reading=_stored_bytes(directory) // max(1, about.num_layers),
         workspace=4
         * (
             (ACTIVATIONS_PER_ROW + _num_taps(about)) * max_num_batched_tokens * about.hidden_size
@@ -141,11 +145,6 @@ def staged_state_bytes(about: ModelDescription, num_sequences: int, num_exports:
 
 
 def weight_bytes(directory: Path, about: ModelDescription) -> int:
-    """Bytes of the weights in memory, one layer of the files included while they are loaded."""
-    return held_weight_bytes(directory, about) + _stored_bytes(directory) // max(1, about.num_layers)
-
-
-def held_weight_bytes(directory: Path, about: ModelDescription) -> int:
     """Bytes of the weights once they are loaded: those of the files, at the dtype they are computed in, and
     no more than the parameters take; packed experts stay packed, quantised weights are smaller."""
     item, stored = ITEM_BYTES[about.dtype], _stored_bytes(directory)
@@ -174,7 +173,8 @@ def auto_cache_bytes(plan: MemoryPlan, available_bytes: int) -> int:
         raise ConfigError(
             "cache_bytes",
             f"auto: {limit:,} bytes ({plan.limit.source}, {available_bytes:,} free) leave nothing beside "
-            f"weights ({plan.weights:,}), workspace ({plan.workspace:,}) and the process ({plan.process:,})",
+            f"weights ({plan.weights + plan.reading:,}), workspace ({plan.workspace:,}) and the process "
+            f"({plan.process:,})",
         )
     return left
 
