@@ -79,7 +79,8 @@ class CacheConfig:
         enable_prefix_caching: off = every request is computed from its first token.
         checkpoint_interval: tokens between `interval` checkpoints; None = from the model's sizes,
             0 = off (`--prefix-cache-retention-interval`).
-        decode_interval: tokens between `decode` checkpoints that are kept (`--decode-interval`).
+        decode_interval: tokens between `decode` checkpoints that stay once half of the budget is used, beside
+            the last two of an answer (`--decode-interval`).
         max_states_per_path: upper bound of checkpoints on one path; None = no bound.
         shares_generated_tokens: off = nothing behind a request's prompt is kept for others, because the
             worker computes generated tokens in another way than those of prompts.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 class MilepostError(Exception):
     """Base of every error Milepost raises on purpose."""
@@ -44,3 +46,14 @@ class StoreError(MilepostError):
 
 class InvariantError(MilepostError):
     """The core found its own state inconsistent. Always a bug in Milepost, never a user's fault."""
+
+
+_QUOTED = re.compile(r"(?<!\w)'[^']*'" r'|"[^"]*"')
+
+
+def naming(param: str | None, message: str) -> str:
+    """`message`, with the field it is about in front where it does not name it: clients print the message
+    alone. What stands in quotes was sent by the caller and names nothing."""
+    if param is None or re.search(rf"(?<!\w){re.escape(param)}(?!\w)", _QUOTED.sub("", message)):
+        return message
+    return f"{param}: {message}"

@@ -5,15 +5,18 @@ from __future__ import annotations
 import io
 import re
 import sys
+import time
 from collections.abc import Callable
 
 import pytest
+from rich.console import Console
 from tests.engine.tiny_tokenizer import write_model_directory
 from tests.server.serving import serving_model
 
 from milepost import __version__
 from milepost.cli import main
 from milepost.cli.fit import fit_of
+from milepost.cli.loading import _progress
 from milepost.cli.sizes import format_size, parse_size
 from milepost.config import CacheConfig
 from milepost.core.geometry import AttentionGroupSpec, CacheGeometry, RecurrentGroupSpec
@@ -96,9 +99,22 @@ def test_complete(run: Run, tiny: list[ServingOptions]) -> None:
     assert tiny[-1].seed == 3
 
 
+def test_on_a_terminal_progress_shows_no_total_before_it_is_known() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+    with _progress(console) as on_progress:
+        time.sleep(0.15)
+        on_progress(1 << 20, 4 << 20)
+        time.sleep(0.15)
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "?" not in shown and "1.0/4.0 MiB" in shown
+
+
 def test_complete_refuses_bad_input(run: Run, tiny: list[ServingOptions]) -> None:
-    assert run("complete", "")[0] == 2
-    assert "empty" in run("complete", "")[2]
+    refusal = "error: prompt: must not be empty; - reads standard input\n"
+    assert run("complete", "") == (2, "", refusal)
+    assert run("complete", "-", stdin="") == (2, "", "error: prompt: standard input is empty\n")
+    assert tiny == [], "no model was loaded for it"
     assert "temperature" not in run("complete", "x", "--max-tokens", "0")[1]
     assert "at least 1" in run("complete", "x", "--max-tokens", "0")[2]
     assert "at least 0" in run("complete", "x", "--temperature", "-1")[2]

@@ -86,8 +86,9 @@ def test_lines_of_start_up(tmp_path: Path) -> None:
     fit = fit_of(small_geometry(), model.cache, model.max_model_len)
     for part in (
         "in force: prefix caching on", "match unit 16",
-        f"retention interval {fit.checkpoint_interval} tokens",
-        "decode interval 256 tokens", "states per path without bound", "audited hits 0 %",
+        f"checkpoints along prompts every {fit.checkpoint_interval} tokens",
+        "along answers every 16 tokens (once half of the budget is used: one per 256 tokens and the last",
+        "states per path without bound", "audited hits 0 %",
         "128 tokens per step", "32 requests at once", "any number of requests may wait", "no request timeout",
         "bodies up to 32.0 MiB", "20 s to drain", "no API key needed",
     ):  # fmt: skip
@@ -96,17 +97,20 @@ def test_lines_of_start_up(tmp_path: Path) -> None:
     model.audit = AuditConfig(0.01)
     line = settings_line(model, ServingOptions(), ServerOptions())
     for part in (
-        "retention interval off", "decode interval off", "states per path at most 3",
+        "checkpoints along prompts off", "states per path at most 3",
+        "along answers every 16 tokens (once half of the budget is used: the last two)",
         "audited hits 1 % (bits must be equal)",
     ):  # fmt: skip
         assert part in line, part
+    model.cache = CacheConfig(8 << 20, 16, shares_generated_tokens=False)
+    assert "along answers off," in settings_line(model, ServingOptions(), ServerOptions())
     model.audit = AuditConfig(1.0, 0.001)
     assert "audited hits 100 % (logits may differ by 0.001)" in settings_line(
         model, ServingOptions(), ServerOptions()
     )
     model.cache = CacheConfig(8 << 20, 16, enable_prefix_caching=False)
     line = settings_line(model, ServingOptions(), ServerOptions())
-    assert "prefix caching off" in line and "interval" not in line and "audited" not in line
+    assert "prefix caching off" in line and "checkpoints" not in line and "audited" not in line
     keys = ServerOptions(api_keys=("first-secret", "second-secret"), request_timeout=60)
     line = settings_line(model, ServingOptions(max_queued_requests=7), keys)
     assert "7 requests may wait, request timeout 60 s" in line

@@ -9,9 +9,9 @@ import openai
 import pytest
 from tests.server.serving import HTTP, MAX_MODEL_LEN, Running, running_server
 
-from milepost.errors import RequestError
+from milepost.errors import RequestError, naming
 from milepost.server import schema
-from milepost.server.errors import error_object, naming, shaped_for
+from milepost.server.errors import error_object, shaped_for
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -16,7 +16,7 @@ from milepost.cli.cache import app as cache_app
 from milepost.cli.extras import missing_text
 from milepost.cli.help import Command
 from milepost.config import DEFAULT_AUDIT_SHARE, DEFAULT_MATCH_UNIT, EXACT, FP32, SchedulerConfig
-from milepost.errors import ConfigError, MilepostError, RequestError
+from milepost.errors import ConfigError, MilepostError, RequestError, naming
 
 app = typer.Typer(
     name="milepost",
@@ -40,7 +40,7 @@ def run() -> None:
         _fail(str(error).replace(error.field, f"--{flag}", 1) if _is_flag(error.field) else str(error))
     except RequestError as error:
         param = error.param or ""
-        _fail(f"--{param.replace('_', '-')}: {error}" if _is_flag(param) else str(error))
+        _fail(f"--{param.replace('_', '-')}: {error}" if _is_flag(param) else naming(error.param, str(error)))
     except MilepostError as error:
         _fail(str(error))
     except ModuleNotFoundError as error:

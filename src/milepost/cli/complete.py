@@ -11,6 +11,7 @@ from rich.console import Console
 
 from milepost.cli.loading import load, started
 from milepost.cli.values import check_answer_options
+from milepost.errors import RequestError
 
 if TYPE_CHECKING:
     from milepost.engine.serving import ServingOptions
@@ -39,6 +40,9 @@ def complete_text(
 
     check_answer_options(max_tokens, temperature, stop)
     text = sys.stdin.read() if prompt == "-" else prompt
+    if not text:
+        source = "standard input is empty" if prompt == "-" else "must not be empty; - reads standard input"
+        raise RequestError("prompt", source)
     model = load(directory, options, Console(stderr=True))
     with started(model):
         ids = model.encode_prompt(text)

@@ -100,6 +100,19 @@ def interval_text(fit: Fit) -> str:
     return text
 
 
+def every(spacing: str) -> str:
+    """`off` stays as it is."""
+    return spacing if spacing == "off" else f"every {spacing}"
+
+
+def answer_interval_text(cache: CacheConfig) -> str:
+    """Which checkpoints inside an answer there are, see `Evictor.thin_decode`."""
+    if not cache.shares_generated_tokens:
+        return "off"
+    kept = f"one per {cache.decode_interval} tokens and " if cache.decode_interval else ""
+    return f"every {cache.match_unit} tokens (once half of the budget is used: {kept}the last two)"
+
+
 def settings_line(model: ServingModel, options: ServingOptions, server: ServerOptions) -> str:
     """What is in force, defaults included."""
     cache, audit = model.cache, model.audit
@@ -110,8 +123,8 @@ def settings_line(model: ServingModel, options: ServingOptions, server: ServerOp
         parts = [
             "prefix caching on",
             *parts,
-            f"retention interval {interval_text(fit)}",
-            f"decode interval {f'{cache.decode_interval} tokens' if cache.decode_interval else 'off'}",
+            f"checkpoints along prompts {every(interval_text(fit))}",
+            f"along answers {answer_interval_text(cache)}",
             f"states per path {'without bound' if limit is None else f'at most {limit}'}",
             f"audited hits {100 * audit.rate:g} %" + (f" ({audit.rule})" if audit.rate else ""),
         ]

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from milepost.cli.extras import MODEL_PACKAGES, check_modules
 from milepost.cli.fit import draft_text, fit_line, fit_of, memory_line
@@ -57,6 +58,13 @@ def load(directory: Path | None, options: ServingOptions, console: Console) -> S
     return model
 
 
+class _Bytes(DownloadColumn):
+    """Nothing until it is known how many there are."""
+
+    def render(self, task: Task) -> Text:
+        return Text() if task.total is None else super().render(task)
+
+
 @contextmanager
 def _progress(console: Console) -> Iterator[Callable[[int, int], None]]:
     """A bar on a terminal; elsewhere a line per quarter."""
@@ -71,7 +79,7 @@ def _progress(console: Console) -> Iterator[Callable[[int, int], None]]:
 
         yield on_quarter
         return
-    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True), TimeElapsedColumn())
+    columns = (TextColumn("loading"), BarColumn(), _Bytes(binary_units=True), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("loading", total=None)
         yield lambda num_done, num_all: progress.update(task, completed=num_done, total=num_all)

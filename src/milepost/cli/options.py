@@ -73,7 +73,8 @@ DecodeInterval = Annotated[
     int | None,
     typer.Option(
         "--decode-interval",
-        help="Tokens between checkpoints kept along an answer; 0 = none. "
+        help="Tokens between the checkpoints of an answer that stay once half of the budget is used, beside "
+        "its last two; below that every match unit has one. 0 = only the last two. "
         f"Default: {DEFAULT_DECODE_INTERVAL}, rounded up to the match unit.",
         metavar="N",
         rich_help_panel=CHECKPOINTS,

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from typing import Any
 
 from fastapi import FastAPI
@@ -22,7 +21,7 @@ from milepost.engine.messages import (
     ReaderTooSlow,
     RequestTimedOut,
 )
-from milepost.errors import MilepostError, RequestError
+from milepost.errors import MilepostError, RequestError, naming
 from milepost.server.access import challenge
 from milepost.server.state import Unavailable
 
@@ -85,17 +84,6 @@ def shaped_for(path: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
 
 def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
     return {"error": {"message": naming(param, message), "type": kind, "param": param, "code": code}}
-
-
-_QUOTED = re.compile(r"(?<!\w)'[^']*'" r'|"[^"]*"')
-
-
-def naming(param: str | None, message: str) -> str:
-    """`message`, with the field it is about in front where it does not name it: clients print the message
-    alone. What stands in quotes was sent by the caller and names nothing."""
-    if param is None or re.search(rf"(?<!\w){re.escape(param)}(?!\w)", _QUOTED.sub("", message)):
-        return message
-    return f"{param}: {message}"
 
 
 MAX_PATH_SEGMENTS = 16
