@@ -107,7 +107,7 @@ def test_on_a_terminal_progress_shows_no_total_before_it_is_known() -> None:
         time.sleep(0.15)
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
-    assert "?" not in shown and "1.0/4.0 MiB" in shown
+    assert "/?" not in shown and "1.0/4.0 MiB" in shown
 
 
 def test_complete_refuses_bad_input(run: Run, tiny: list[ServingOptions]) -> None:
