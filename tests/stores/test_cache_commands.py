@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def test_ls(store: FileStore) -> None:
     for each in chain("path", 3):
         assert each.header.key.hex()[:12] in output
     assert "(start)" in output and "64-96" in output and "history" in output
-    assert "1 segments" in run(store, "ls", "--fingerprint", OTHER_FINGERPRINT[:6])
+    assert "1 segment in" in run(store, "ls", "--fingerprint", OTHER_FINGERPRINT[:6])
     assert "3 more" in run(store, "ls", "--limit", "1")
     rows = json.loads(run(store, "ls", "--json"))
     assert sorted(row["position"] for row in rows) == [32, 32, 64, 96]
@@ -75,6 +76,31 @@ def test_stat(store: FileStore) -> None:
     assert ours["bytes"] == 3 * disk_bytes(512 + 3007)
     store.remove(keys(chain("path", 1)), deadline_seconds=SECONDS)
     assert "2 segments build on ones that are gone" in run(store, "stat")
+
+
+@pytest.mark.parametrize("command", ["ls", "stat"])
+def test_tables_are_whole_at_80_columns(
+    store: FileStore, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers as large as a big folder has them; only hashes may end in dots."""
+    monkeypatch.setattr("milepost.cli.cache.format_size", lambda num_bytes: "1023.9 GiB")
+    monkeypatch.setattr("milepost.cli.cache._age", lambda seconds: "59 m")
+    monkeypatch.setattr("milepost.cli.cache._tokens", lambda start, position: "1,048,544-1,048,576")
+    result = runner.invoke(app, [command, str(store._folder.root)], env={"COLUMNS": "80"})
+    lines = result.output.splitlines()
+    assert max(map(len, lines)) <= 80
+    header = next(line for line in lines if line.startswith("model"))
+    columns = {
+        "ls": ["model", "segment", "after", "tokens", "size", "reason", "last used"],
+        "stat": ["model", "segments", "size", "tokens", "longest", "damaged", "last used", "reasons"],
+    }[command]
+    assert re.split(r"  +", header.strip()) == columns
+    cells = [line for line in lines if re.match("[0-9a-f]{5}", line)]
+    assert len(cells) == {"ls": 4, "stat": 2}[command]
+    for line in cells:
+        assert "1023.9 GiB" in line and "59 m" in line
+        assert command == "stat" or "1,048,544-1,048,576" in line
+    assert "3 history" in result.output if command == "stat" else result.output.count("history") == 4
 
 
 def test_verify_reads_every_byte(store: FileStore) -> None:

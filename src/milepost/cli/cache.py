@@ -6,12 +6,13 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -65,9 +66,11 @@ def list_segments(
     if as_json:
         typer.echo(json.dumps([_row(each) for each in shown], indent=2))
         return
-    table = Table(title=f"{len(files):,} segments in {directory}")
-    for column in ("model", "segment", "after", "tokens", "size", "reason", "last used"):
-        table.add_column(column, justify="right" if column in ("tokens", "size", "last used") else "left")
+    table = _table(
+        f"{_segments(len(files))} in {directory}",
+        ("model", "segment", "after", "tokens", "size", "reason", "last used"),
+        shortened=("segment", "after"),
+    )
     now = time.time()
     for each in shown:
         model, size = each.file.path[:8], format_size(each.file.num_bytes)
@@ -77,7 +80,7 @@ def list_segments(
             table.add_row(model, Text(each.problem or "", style="red"), "", "", size, "", age)
             continue
         parent = header.parent_key.hex()[:12] if header.parent_key else "(start)"
-        tokens = f"{header.start:,}-{header.position:,}"
+        tokens = _tokens(header.start, header.position)
         table.add_row(model, header.key.hex()[:12], parent, tokens, size, Text(header.reason), age)
     Console().print(table)
     if len(shown) < len(files):
@@ -100,9 +103,11 @@ def statistics(directory: Directory, as_json: AsJson = False) -> None:
         }
         typer.echo(json.dumps(document, indent=2))
         return
-    table = Table(title=f"{directory}: {format_size(summary.total_bytes)}")
-    for column in ("model", "segments", "size", "tokens", "longest", "last used", "reasons", "unreadable"):
-        table.add_column(column)
+    table = _table(
+        f"{directory}: {format_size(summary.total_bytes)}",
+        ("model", "segments", "size", "tokens", "longest", "damaged", "last used", "reasons"),
+        shortened=("model", "reasons"),
+    )
     now = time.time()
     for row in rows:
         table.add_row(
@@ -111,15 +116,31 @@ def statistics(directory: Directory, as_json: AsJson = False) -> None:
             format_size(row.bytes),
             f"{row.tokens:,}",
             f"{row.longest_prefix:,}",
+            f"{row.unreadable:,}",
             _age(now - row.last_used),
-            ", ".join(f"{count} {reason}" for reason, count in row.reasons.items()),
-            str(row.unreadable),
+            Text("\n".join(f"{count:,} {reason}" for reason, count in row.reasons.items())),
         )
     Console().print(table)
     if summary.num_unusable:
         typer.echo(
             f"{summary.num_unusable} segments build on ones that are gone; `milepost cache gc` removes them"
         )
+
+
+_TO_THE_RIGHT = frozenset({"segments", "tokens", "size", "longest", "damaged", "last used"})
+
+
+def _table(title: str, columns: Sequence[str], shortened: Container[str]) -> Table:
+    """Whole at 80 columns: where it does not fit, only the columns `shortened` give way."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    for column in columns:
+        side: Literal["left", "right"] = "right" if column in _TO_THE_RIGHT else "left"
+        table.add_column(column, justify=side, no_wrap=column not in shortened)
+    return table
+
+
+def _segments(count: int) -> str:
+    return f"{count:,} segment{'' if count == 1 else 's'}"
 
 
 @app.command()
@@ -246,6 +267,10 @@ def _parse_age(text: str) -> float:
     if match is None:
         raise ConfigError("--unused-for", f"{text!r} is no duration; write it like 90s, 30m, 12h, 7d or 2w")
     return float(match[1]) * _AGE_SECONDS[match[2]]
+
+
+def _tokens(start: int, position: int) -> str:
+    return f"{start:,}-{position:,}"
 
 
 def _age(seconds: float) -> str:
