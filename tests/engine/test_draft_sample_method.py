@@ -94,6 +94,28 @@ def test_only_rejection_sampling_changes_what_a_seed_gives(model: ServingModel) 
     assert rates[PROBABILISTIC] > rates[GREEDY]
 
 
+def test_grammars_leave_no_drawn_draft_out(model: ServingModel) -> None:
+    """Drafts that a grammar excludes, or that complete the answer, are not verified: to draw one and leave it
+    out would shift what is sampled instead. So these requests keep what their seed gives."""
+    pytest.importorskip("llguidance")
+    from milepost.engine.structured import regex_grammar
+
+    prompt = model.encode_prompt("Enter the king and his court. What news, my lord?")
+    texts: dict[str | None, list[list[int]]] = {}
+    for method in (None, PROBABILISTIC):
+        planner = None if method is None else DraftPlanner(None, NUM_DRAFTS, draft_sampling=method)
+        model.engine.act(lambda scheduler, now, p=planner: setattr(scheduler, "drafts", p)).result()
+        before = model.engine.fresh_stats().result().counters.num_accepted_draft_tokens
+        texts[method] = []
+        for seed in range(8):
+            constraint = model.grammars.compile(regex_grammar("[a-z ]{3,24}[.]", "p"))
+            sampling = SamplingParams(temperature=1.0, seed=seed)
+            deltas = answer(model.engine, GenerationRequest(prompt, sampling, 40, constraint=constraint))
+            texts[method].append([token for delta in deltas for token in delta.token_ids])
+    assert model.engine.fresh_stats().result().counters.num_accepted_draft_tokens > before
+    assert texts[PROBABILISTIC] == texts[None]
+
+
 def test_what_was_rejected_is_not_cached(model: ServingModel) -> None:
     """An answer that was drawn hits as far as it reaches, and goes on as a cold run does."""
     (drawn, *_), _ = answers(model, PROBABILISTIC, 1.0)

@@ -20,7 +20,7 @@ import torch
 from milepost.core.plan import COUPLED, GREEDY, PROBABILISTIC, ChunkPlan, SamplingParams
 from milepost.runner import draft_sampling, verify
 from milepost.runner.draft_sampling import DraftSampler, history_at, pick_drafts, residual, verify_drawn
-from milepost.runner.sampler import TokenHistory, noise_key, sample, uniform_noise
+from milepost.runner.sampler import SamplingRow, TokenHistory, noise_key, sample, uniform_noise
 from milepost.runner.verify import sampling_rows
 
 VOCAB = 4
@@ -53,6 +53,9 @@ class Case:
             chance = 1.0
             for place, token in enumerate(answer):
                 chance *= self._probabilities(answer[:place])[token]
+                if token in self.params.stop_token_ids:
+                    answer = answer[: place + 1]
+                    break
             if chance > 0.0:
                 result[answer] = chance
         return result
@@ -77,6 +80,7 @@ CASES = {
     "penalties": Case(SamplingParams(frequency_penalty=1.5, presence_penalty=0.7)),
     "bias and temperature": Case(SamplingParams(temperature=0.6, logit_bias={1: 1.0})),
     "top-k": Case(SamplingParams(top_k=3, temperature=1.3)),
+    "stop ids": Case(SamplingParams(stop_token_ids=[0, 9], logit_bias={0: 1.0})),
 }
 
 
@@ -88,13 +92,16 @@ def generate(params: SamplingParams, method: str, num_drafts: int) -> tuple[tupl
     """One answer as worker and drafter make it, step by step; drafts that were made, and accepted."""
     answer: list[int] = []
     made = right = 0
-    while len(answer) < NUM_TOKENS:
+    while len(answer) < NUM_TOKENS and not set(answer) & set(params.stop_token_ids):
         history = TokenHistory(set(), Counter(answer)) if params.needs_history else None
         sampler = DraftSampler.of(params, len(answer), history, method)
         drafts: list[int] = []
         for _ in range(min(num_drafts, NUM_TOKENS - len(answer) - 1)):
             logits = logits_behind(answer + drafts, DRAFTER)
-            drafts += pick_drafts(logits.unsqueeze(0), [sampler])
+            (draft,) = pick_drafts(logits.unsqueeze(0), [sampler])
+            if draft in params.stop_token_ids:  # as every drafter does
+                break
+            drafts.append(draft)
         chunk = ChunkPlan(1, 0, 1, b"", [], [], [], [], [], 1, len(answer))
         chunk.draft_tokens = b"".join(draft.to_bytes(4, "little") for draft in drafts)
         rows = sampling_rows(chunk, params, history, VOCAB)
@@ -198,12 +205,18 @@ def accepted_too_easily(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(draft_sampling, "uniform_noise", lambda key: 0.5 * uniform_noise(key))
 
 
+def stops_drawn_and_left_out(patch: pytest.MonkeyPatch) -> None:
+    """A draft that would end the answer is drawn, and not verified."""
+    patch.setattr(draft_sampling, "_without", lambda logits, token_ids: logits)
+
+
 FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "residual not renormalised": ("plain", not_renormalised),
     "replaced from the target": ("plain", replaced_from_the_target),
     "penalty not updated": ("penalties", penalties_not_updated),
     "wrong q": ("bias and temperature", wrong_chances),
     "accepted too easily": ("plain", accepted_too_easily),
+    "stops drawn and left out": ("stop ids", stops_drawn_and_left_out),
 }
 
 
@@ -258,6 +271,19 @@ def test_greedy_requests_get_the_most_likely_drafts(method: str) -> None:
     assert DraftSampler.of(SamplingParams(temperature=0.0), 0, None, method) is None
     logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, 2.0, 0.0]])
     assert pick_drafts(logits, [None, None]) == [1, 0]
+
+
+def test_where_only_stops_are_left_a_draft_does_no_harm() -> None:
+    """Nothing can be drawn; what stands there instead is never accepted."""
+    logits = torch.tensor([-math.inf, 1.0, 2.0])
+    for seed in range(50):
+        params = SamplingParams(seed=seed, stop_token_ids=[1, 2])
+        sampler = DraftSampler.of(params, 0, None, PROBABILISTIC)
+        assert sampler is not None
+        drafts = pick_drafts(logits.unsqueeze(0), [sampler])
+        rows = [SamplingRow(params, 0), SamplingRow(params, 1)]
+        sampled = verify_drawn(torch.zeros(2, 3), rows, drafts, sampler.probabilities)
+        assert [t.token_id for t in sampled] == [t.token_id for t in sample(torch.zeros(1, 3), rows[:1])]
 
 
 def test_a_drafter_that_does_not_know_a_token_never_draws_it() -> None:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
-from milepost.core.plan import TOKEN_BYTES, StepDrafts, StepPlan, StepResult
+from milepost.core.plan import (
+    COUPLED,
+    PROBABILISTIC,
+    TOKEN_BYTES,
+    ChunkPlan,
+    StepDrafts,
+    StepPlan,
+    StepResult,
+)
 from milepost.core.ports import Worker
 from milepost.engine.answer import Answer, constrain
 from milepost.errors import WorkerError
@@ -34,7 +42,7 @@ class PlanRunner:
         if not (plan.chunks or plan.started or plan.finished or plan.copies or plan.discards):
             return StepResult(plan.step_id, [])
         try:
-            draft_seconds = self._drafted(plan).seconds if _must_see_drafts(plan, answers) else 0.0
+            draft_seconds = self._drafted(plan, answers).seconds if _must_see_drafts(plan, answers) else 0.0
         except Exception as error:
             return self._failed(plan, error)
         constrain(plan, answers)
@@ -55,8 +63,15 @@ class PlanRunner:
         log.error(message, plan.step_id, exc_info=error)
         return StepResult(plan.step_id, [], f"{type(error).__name__}: {error}")
 
-    def _drafted(self, plan: StepPlan) -> StepDrafts:
-        """Has the drafts made that the plan asks for, and puts them into it."""
+    def _drafted(self, plan: StepPlan, answers: Mapping[int, Answer]) -> StepDrafts:
+        """Has the drafts made that the plan asks for, and puts them into it.
+
+        Grammars leave drafts out. Where drafts are verified by rejection sampling that would shift the
+        distribution, so that these requests get drafts of which any may be left out.
+        """
+        for chunk in plan.chunks:
+            if chunk.draft_sampling == PROBABILISTIC and _is_guided(chunk, answers):
+                chunk.draft_sampling = COUPLED
         drafts = self._worker.draft(plan)
         made = {chunk.request_id: chunk.draft_tokens for chunk in drafts.chunks}
         for chunk in plan.chunks:
@@ -74,7 +89,8 @@ class PlanRunner:
 
 def _must_see_drafts(plan: StepPlan, answers: Mapping[int, Answer]) -> bool:
     """Whether a chunk asks the worker for drafts that a grammar restricts."""
-    return any(
-        chunk.num_own_drafts and chunk.request_id in answers and answers[chunk.request_id].is_guided
-        for chunk in plan.chunks
-    )
+    return any(chunk.num_own_drafts and _is_guided(chunk, answers) for chunk in plan.chunks)
+
+
+def _is_guided(chunk: ChunkPlan, answers: Mapping[int, Answer]) -> bool:
+    return chunk.request_id in answers and answers[chunk.request_id].is_guided

@@ -11,11 +11,15 @@ probabilistic  A draft is drawn with noise of its own from q, accepted with a ch
                inference from transformers via speculative decoding). Tokens have the distribution of the
                model; which ones they are depends on what was drafted.
 
-p and q are what is sampled from: behind penalties, bias, grammar, temperature and filters.
+p and q are what is sampled from: behind penalties, bias, temperature and filters. A draft that was drawn must
+be verified: to leave one out for what it is would shift what is sampled instead. So q has no token that ends
+the answer, since drafts end before one, and requests that follow a grammar, which leaves drafts out, are
+drafted for in the first way.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -74,9 +78,12 @@ class DraftSampler:
         """The next draft.
 
         Args:
-            logits: fp32 [vocabulary of the model], of the drafter; -inf for tokens it does not know.
+            logits: fp32 [vocabulary of the model], of the drafter, not changed; -inf for tokens it does not
+                know.
         """
         place = self.output_position + len(self._drafts)
+        if not self._is_coupled:
+            logits = _without(logits, self._params.stop_token_ids)
         row = SamplingRow(self._params, place, history_at(self._history, self._drafts))
         weights = log_weights(logits, row)
         stream = 0 if self._is_coupled else DRAFT_STREAM
@@ -86,6 +93,13 @@ class DraftSampler:
             self.probabilities.append(torch.softmax(weights, dim=-1))
         self._drafts.append(draft)
         return draft
+
+
+def _without(logits: torch.Tensor, token_ids: Sequence[int]) -> torch.Tensor:
+    known = [token_id for token_id in token_ids if 0 <= token_id < logits.shape[0]]
+    if not known:
+        return logits
+    return logits.index_fill(0, torch.tensor(known, dtype=torch.int64), -math.inf)
 
 
 def pick_drafts(logits: torch.Tensor, samplers: Sequence[DraftSampler | None]) -> list[int]:
