@@ -32,7 +32,7 @@ def browser() -> str:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     server = Served(["--cache-bytes", "16MiB"], tmp_path_factory.mktemp("ui") / "log")
     try:
-        for number in range(4):
+        for number in range(8):
             system = "You are the first of many helpers, and you answer in short sentences. " * 4
             messages = [
                 {"role": "system", "content": system},
@@ -62,10 +62,14 @@ def test_the_tree_is_drawn(browser: str, served: Served, tmp_path: Path, width: 
     marks = re.findall(r'class="point" data-count="(\d+)"', document)
     assert sum(map(int, marks)) == len(state["cache"]["checkpoints"]) > 4
     for each in state["finished"]:
-        assert f'title="{each["request"]}"' in document and each["sentence"] in document
+        assert f'<span title="{each["label"]}"><span class="soft num">#{each["request_id"]} ' in document
+        assert each["sentence"] in document
     assert "milepost-tiny" in document
     assert re.search(r"exactness: (exact|numeric)", document)
     assert "hit rate, since the start" in document
+    finished = document[document.index('id="finished"') :]
+    below = re.search(r'<div class="below"( hidden="")?>', finished)
+    assert below is not None and below[1] is None, "nothing says that the list goes on"
     assert 'id="login" hidden' in document
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.server.serving import HTTP, MATCH_UNIT, Running, running_server
+from tests.server.serving import HTTP, MATCH_UNIT, MAX_MODEL_LEN, Running, running_server
 
 from milepost.server.options import ServerOptions
 from milepost.server.recent import MAX_RECENT_REQUESTS
@@ -183,7 +183,7 @@ def test_finished_requests_say_why(server: Running) -> None:
     newest, oldest = answer.json()["finished"]
     for shown, sent in ((oldest, answers[0]), (newest, answers[1])):
         reuse = sent["milepost"]["reuse"]
-        assert shown["request"] == sent["id"]
+        assert shown["label"] == sent["id"]
         assert shown["num_prompt_tokens"] == sent["usage"]["prompt_tokens"]
         assert shown["num_cached_tokens"] == reuse["cached_tokens"]
         assert (shown["reason"], shown["first_divergence"]) == (reuse["reason"], reuse["first_divergence"])
@@ -193,6 +193,17 @@ def test_finished_requests_say_why(server: Running) -> None:
         assert abs(time.time() - shown["ended_at"]) < 60
     assert oldest["sentence"] == SENTENCES["cold"] and newest["sentence"] == SENTENCES["hit"]
     assert "secret" not in answer.text
+
+
+def test_an_open_request_has_the_name_it_has_when_it_is_finished(server: Running) -> None:
+    body = {"prompt": "x", "max_tokens": MAX_MODEL_LEN - 8, "ignore_eos": True, "stream": True}
+    with HTTP.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
+        first = next(line for line in answer.iter_lines() if line)
+        (open_one,) = server.get("/ui/state").json()["requests"]
+    server.wait_idle()
+    (finished,) = server.get("/ui/state").json()["finished"]
+    assert json.loads(first.removeprefix("data: "))["id"] == open_one["label"] == finished["label"]
+    assert open_one["request_id"] == finished["request_id"]
 
 
 def test_only_the_last_ones_are_kept(server: Running) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -71,9 +72,33 @@ def test_an_eviction_and_a_refusal(eviction: str, text: str) -> None:
 
 def test_what_stores_did() -> None:
     said = sentences(replace(REUSE, load=LoadNote("loaded", "persist", 640, 0.01)))
-    assert said.endswith(f"Stores (persist): {MEANINGS['loaded']}; 640 tokens loaded.")
-    for outcome, meaning in MEANINGS.items():
-        assert f"Stores: {meaning}; 0 tokens" in sentences(replace(REUSE, load=LoadNote(outcome, "", 0, 0.0)))
+    assert said == f"{sentences(REUSE)} 640 tokens were loaded from a store (persist)."
+    for outcome in set(MEANINGS) - {"loaded", "not_found"}:
+        said = sentences(replace(REUSE, load=LoadNote(outcome, "", 0, 0.0)))
+        assert said == f"{sentences(REUSE)} Stores: {MEANINGS[outcome]}."
+    assert "Stores (redis): " in sentences(replace(REUSE, load=LoadNote("failed", "redis", 0, 0.0)))
+
+
+@pytest.mark.parametrize("reason", ["hit", "cold", "diverged", "path_ends", "retokenized@640"])
+def test_where_text_is_new_no_store_is_missed(reason: str) -> None:
+    """A usual turn: nobody has seen what follows, so it alarms nobody that no store has it."""
+    reuse = replace(REUSE, reason=reason)
+    assert sentences(replace(reuse, load=LoadNote("not_found", "", 0, 0.0))) == sentences(reuse)
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        {"reason": "no_state"},
+        {"reason": "no_pages"},
+        {"num_tokens_lost_to_missing_state": 64},
+        {"num_tokens_lost_to_eviction": 64, "eviction": "drop:tail"},
+    ],
+)
+def test_where_more_was_known_a_store_might_have_had_it(known: dict[str, Any]) -> None:
+    reuse = replace(REUSE, **known)
+    said = sentences(replace(reuse, load=LoadNote("not_found", "", 0, 0.0)))
+    assert said == f"{sentences(reuse)} No store has more of this prompt."
 
 
 def test_the_ring_forgets_the_oldest() -> None:
@@ -83,8 +108,8 @@ def test_the_ring_forgets_the_oldest() -> None:
         now[0] += 1
         recent.finished(replace(RECORD, request_id=number, label="b" if number == 2 else ""))
     newest, oldest = recent.views()
-    assert (newest["request"], newest["ended_at"]) == ("b", 103.0)
-    assert (oldest["request"], oldest["ended_at"]) == ("1", 102.0)
+    assert (newest["request_id"], newest["label"], newest["ended_at"]) == (2, "b", 103.0)
+    assert (oldest["request_id"], oldest["label"], oldest["ended_at"]) == (1, "", 102.0)
     assert newest["time_to_first_token_seconds"] == 0.25 and newest["num_cached_tokens"] == 96
 
 

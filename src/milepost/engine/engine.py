@@ -187,6 +187,10 @@ class Engine:
         """What `view` makes of the core between two steps; it must change nothing."""
         return self.act(view)
 
+    def label(self, request_id: int) -> str:
+        """What logs call an open request, "" once it has ended. For the engine thread, see `look`."""
+        return "" if (answer := self._answers.get(request_id)) is None else answer.request.label
+
     def act(self, change: Callable[[Scheduler, float], T]) -> Future[T]:
         """Let `change` work on the core between two steps. It must not raise, or the engine stops."""
         return self._call(lambda: change(self._scheduler, self._clock()))

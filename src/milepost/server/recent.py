@@ -52,7 +52,8 @@ def _view(ended: _Ended) -> dict[str, Any]:
     record = ended.record
     reuse = record.reuse
     return {
-        "request": record.label or str(record.request_id),
+        "request_id": record.request_id,
+        "label": record.label,
         "ended_at": round(ended.at_seconds, 3),
         "finish_reason": record.finish_reason,
         "num_prompt_tokens": record.num_prompt_tokens,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from array import array
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import resources
 from typing import Any
 
@@ -22,6 +22,7 @@ from milepost.core.hashing import KeyChain
 from milepost.core.inspection import view_cache, view_requests
 from milepost.core.request import CacheDomain, ReuseReport
 from milepost.core.scheduler import Scheduler
+from milepost.engine.engine import Engine
 from milepost.engine.serving import ServingModel, cache_domain
 from milepost.errors import RequestError
 from milepost.server.access import caller_of
@@ -68,7 +69,7 @@ async def state(request: Request) -> JSONResponse:
     """Everything the page draws, as of between two steps."""
     service: Service = request.app.state.service
     model = service.model
-    view = await asyncio.wrap_future(model.engine.look(_view))
+    view = await asyncio.wrap_future(model.engine.look(partial(_view, model.engine)))
     stats = model.engine.stats()
     counters = stats.counters
     view["model"] = {
@@ -100,12 +101,16 @@ async def state(request: Request) -> JSONResponse:
     return JSONResponse(view, headers={"cache-control": "no-store"})
 
 
-def _view(scheduler: Scheduler, now: float) -> dict[str, Any]:
+def _view(engine: Engine, scheduler: Scheduler, now: float) -> dict[str, Any]:
     cache = view_cache(scheduler.cache, now, limit=MAX_SHOWN_CHECKPOINTS)
     requests = view_requests(
         scheduler.requests, scheduler.siblings, scheduler.transfers, limit=MAX_SHOWN_REQUESTS
     )
-    return {"cache": dataclasses.asdict(cache), "requests": [dataclasses.asdict(r) for r in requests]}
+    return {
+        "cache": dataclasses.asdict(cache),
+        "requests": [{**dataclasses.asdict(each), "label": engine.label(each.request_id)}
+                     for each in requests],
+    }
 
 
 @router.post("/ui/probe", include_in_schema=False, openapi_extra=json_body(PromptBody))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from milepost.core import reasons
-from milepost.engine.load_outcomes import MEANINGS
+from milepost.engine.load_outcomes import LOADED, MEANINGS, NOT_FOUND
 from milepost.engine.messages import LoadNote, ReuseExplanation
 
 RETOKENIZED = "retokenized"
 
 SENTENCES: Mapping[str, str] = {
-    reasons.HIT: "Everything that can be reused was reused; the end of a prompt is always computed.",
+    reasons.HIT: "All of the prompt is cached, as far as that helps: its end is always computed.",
     reasons.COLD: "Nothing that is cached begins with the first unit of this prompt.",
     reasons.DIVERGED: "The prompt differs from what is cached.",
     reasons.PATH_ENDS: "The cached prompt ends there; what follows was not seen before.",
@@ -54,9 +54,15 @@ def sentences(reuse: ReuseExplanation | None) -> str:
             f"{reuse.num_tokens_lost_to_eviction:,} more would have been reused, but their `{reason}` "
             f"checkpoint was {_gone(cause)}."
         )
-    if reuse.load is not None:
+    if reuse.load is not None and (reuse.load.outcome != NOT_FOUND or _was_known(reuse)):
         parts.append(_load_text(reuse.load))
     return " ".join(parts)
+
+
+def _was_known(reuse: ReuseExplanation) -> bool:
+    """Whether some of the prompt beyond the hit was seen before, so that a store might have had it."""
+    is_lost = reuse.num_tokens_lost_to_eviction or reuse.num_tokens_lost_to_missing_state
+    return bool(is_lost) or reuse.reason_code in (reasons.NO_STATE, reasons.NO_PAGES)
 
 
 def _gone(cause: str) -> str:
@@ -68,5 +74,9 @@ def _gone(cause: str) -> str:
 
 
 def _load_text(load: LoadNote) -> str:
+    if load.outcome == LOADED:
+        return f"{load.num_tokens:,} tokens were loaded from a store ({load.tier})."
+    if load.outcome == NOT_FOUND:
+        return "No store has more of this prompt."
     tier = f" ({load.tier})" if load.tier else ""
-    return f"Stores{tier}: {MEANINGS[load.outcome]}; {load.num_tokens:,} tokens loaded."
+    return f"Stores{tier}: {MEANINGS[load.outcome]}."
