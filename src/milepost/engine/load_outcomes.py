@@ -15,8 +15,8 @@ MEANINGS = {
     NOT_FOUND: "no store has more of this prompt: the rest is new, or what was saved of it is gone",
     NOT_ASKED: "no store was asked, because this prompt is being forgotten at the moment",
     SOONER_COMPUTED: "a store has more of this prompt, but loading it would take longer than computing it",
-    TOO_LATE: "a store did not answer in the time that a request waits for stores; with --kv-load-policy always "
-    "requests wait longer",
+    TOO_LATE: "a store did not answer in the time that a request waits for stores; with --kv-load-policy "
+    "always requests wait longer",
     FAILED: "a store failed, or is left alone for a while because it did, or could not give what it has",
     NO_ROOM: "a store has more of this prompt, but the cache had no room for it",
     UNUSABLE: "a store has a part of this prompt that cannot be used: what it builds on is missing, or it is "
