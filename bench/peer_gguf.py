@@ -2,8 +2,10 @@
 
     .peers/llama/venv/bin/python bench/peer_gguf.py MODEL OUTPUT --source .peers/llama/src/llama.cpp
 
-The converter knows published tokenizers by what they make of a test text, and refuses others. The requests
-of `bench/peers.py` are token ids, so the splitting rule of the model's family is named instead.
+The requests of `bench/peers.py` are token ids, and its answers are counted in them. The converter knows
+published tokenizers only, and the server holds back tokens that end within a character, so that a random
+model's answer would come without some. The vocabulary written is therefore one of plain words, one per id,
+with the splitting rule of the model's family.
 Runs in the environment that `bench/peer_install.py` made for llama.cpp.
 """
 
@@ -28,12 +30,14 @@ def main() -> int:
     options = parser.parse_args()
     sys.path[:0] = [str(options.source), str(options.source / "gguf-py")]
     import convert_hf_to_gguf
+    import gguf
     from conversion.base import TextModel
 
-    def splitting_rule(_model: Any, _tokenizer: Any) -> str:
-        return SPLITTING_RULE
+    def plain_words(model: Any) -> tuple[list[str], list[int], str]:
+        size = model.hparams["vocab_size"]
+        return [f"w{token_id}" for token_id in range(size)], [gguf.TokenType.NORMAL] * size, SPLITTING_RULE
 
-    TextModel.get_vocab_base_pre = splitting_rule
+    TextModel.get_vocab_base = plain_words
     sys.argv[1:] = [str(options.model), "--outfile", str(options.output), "--outtype", options.outtype]
     sys.argv.append("--no-mtp")
     convert_hf_to_gguf.main()

@@ -119,7 +119,7 @@ def transformers(name: str = "transformers") -> Engine:
 
 
 def gguf_of(model: Path, dtype: str) -> Path:
-    return model / f"{model.name}-{dtype}.gguf"
+    return model / f"{model.name}-{dtype}-words.gguf"
 
 
 def llama(name: str = "llama.cpp", *arguments: str, dtype: str | None = None) -> Engine:
