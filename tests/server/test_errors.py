@@ -253,7 +253,7 @@ def test_a_wrong_base_url_of_anthropics_client(server: Running, path: str) -> No
 @pytest.mark.parametrize("path", ["/v1/nothing", "/no/such/thing", "/" + "v1/" * 40 + "models"])
 def test_nothing_is_guessed_about_other_paths(server: Running, path: str) -> None:
     assert "did you mean" not in assert_error(server.get(path), 404, None)["message"]
-    assert "/ui shows the cache" in assert_error(server.get("/"), 404, None)["message"]
+    assert "/docs lists routes, and /ui shows" in assert_error(server.get("/"), 404, None)["message"]
 
 
 def test_harmless_and_unknown_fields_are_accepted(server: Running) -> None:

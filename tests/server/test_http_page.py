@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from pathlib import Path
 
@@ -25,6 +26,21 @@ def test_every_route_is_listed(server: Running) -> None:
     method = re.compile(r"(GET|POST|DELETE) /")
     listed = {word.replace("{name}", "{model_name}") for word in WORDS if method.match(word)}
     assert routes == listed
+
+
+def test_the_page_of_routes_has_all_and_needs_nothing_from_elsewhere(server: Running) -> None:
+    answer = server.get("/docs")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    document = server.get("/openapi.json").json()
+    for path, methods in document["paths"].items():
+        for method, about in methods.items():
+            row = f"<code>{method.upper()}</code></td><td><code>{path}</code></td><td>"
+            assert row + html.escape(about["description"]) in answer.text
+    assert "<code>messages</code>" in answer.text
+    assert not re.search(r"https?://|//[a-z]|<script|<link", answer.text)
+    for path in ("/redoc", "/docs/oauth2-redirect"):
+        assert server.get(path).status_code == 404
 
 
 def test_every_metric_is_listed_and_exists(server: Running) -> None:

@@ -33,7 +33,7 @@ router = APIRouter()
 
 @router.post(ANTHROPIC_PATH, openapi_extra=json_body(MessagesBody))
 async def messages(request: Request) -> Response:
-    """Answer a conversation."""
+    """Answer a conversation, as Anthropic's API does."""
     service: Service = request.app.state.service
     body = await parse_body(MessagesBody, request)
     body.check_extras()
@@ -61,7 +61,7 @@ async def messages(request: Request) -> Response:
 
 @router.post(f"{ANTHROPIC_PATH}/count_tokens", openapi_extra=json_body(MessagesBody))
 async def count_tokens(request: Request) -> JSONResponse:
-    """Tokens of the prompt that the conversation becomes."""
+    """Count the tokens of the prompt that such a conversation becomes."""
     service: Service = request.app.state.service
     body = await parse_body(MessagesBody, request)
     body.check_extras()

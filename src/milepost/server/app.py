@@ -173,7 +173,8 @@ def build_app(load: Load, options: ServerOptions | None = None, state: ServerSta
         finally:
             await startup.end()
 
-    app = FastAPI(title="Milepost", version=__version__, lifespan=lifespan)
+    # Their scripts would come from another host; `/docs` is our own.
+    app = FastAPI(title="Milepost", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.phase = state
     app.state.service = None
     install_error_handlers(app)

@@ -1,7 +1,12 @@
-"""Bodies are read by `schema.parse_body`; this tells the OpenAPI page what they look like."""
+"""`/openapi.json` and `/docs`. Bodies are read by `schema.parse_body`; this tells what they look like.
+
+FastAPI's own pages load their scripts from another host: a server that may have no network has a plain one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from html import escape
 from typing import Any
 
 from pydantic import BaseModel
@@ -24,3 +29,52 @@ def _inlined(node: Any, reference: str, definition: dict[str, Any]) -> Any:
     if isinstance(node, list):
         return [_inlined(item, reference, definition) for item in node]
     return node
+
+
+PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Milepost: routes</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ margin: 1rem auto; max-width: 60rem; padding: 0 1rem; font: 15px/1.45 system-ui, sans-serif; }}
+td {{ padding: .3rem .8rem .3rem 0; vertical-align: top; }}
+code {{ overflow-wrap: anywhere; }} .fields {{ font-size: .85rem; opacity: .8; }}
+</style>
+</head>
+<body>
+<h1>Milepost {version}</h1>
+<p><a href="openapi.json"><code>/openapi.json</code></a> has these routes with fields and types, for tools.
+What the fields mean, and what a response says about reuse, is in <code>docs/http.md</code> of the project.
+<a href="ui"><code>/ui</code></a> shows what the cache holds.</p>
+<table>
+{rows}
+</table>
+</body>
+</html>
+"""
+
+
+def routes_page(openapi: Mapping[str, Any]) -> str:
+    """A page that lists the routes of an OpenAPI document; it needs nothing but itself."""
+    rows = "\n".join(_rows(openapi["paths"]))
+    return _PAGE.format(version=escape(openapi["info"]["version"]), rows=rows)
+
+
+def _rows(paths: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    for path, methods in paths.items():
+        for method, about in methods.items():
+            body = about.get("requestBody", {}).get("content", {}).get("application/json", {})
+            properties = body.get("schema", {}).get("properties", {})
+            names = ", ".join(f"<code>{escape(name)}</code>" for name in properties)
+            fields = f'<br><span class="fields">{names}</span>' if names else ""
+            route = f"<code>{method.upper()}</code></td><td><code>{escape(path)}</code>"
+            yield f"<tr><td>{route}</td><td>{escape(about.get('description', ''))}{fields}</td></tr>"

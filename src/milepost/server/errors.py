@@ -105,7 +105,7 @@ def near_path(app: FastAPI, method: str, path: str) -> str | None:
 
 def _path_hint(path: str, near: str | None) -> str:
     if near is None:
-        return "; the API is below /v1, and /ui shows the cache" if path == "/" else ""
+        return "; the API is below /v1, /docs lists routes, and /ui shows the cache" if path == "/" else ""
     hint = f"; did you mean {near}?"
     if near.startswith(ANTHROPIC_PATH):
         return f"{hint} The base URL of Anthropic's clients is http://HOST:PORT, without /v1"

@@ -29,7 +29,7 @@ router = APIRouter()
 
 @router.post("/v1/responses", openapi_extra=json_body(ResponsesBody))
 async def responses(request: Request) -> Response:
-    """Answer a conversation. Nothing is kept for later requests but the prefix cache."""
+    """Answer a conversation, as OpenAI's Responses API does. Nothing is kept but the prefix cache."""
     service: Service = request.app.state.service
     body = await parse_body(ResponsesBody, request)
     body.check_extras()

@@ -108,8 +108,9 @@ def _view(engine: Engine, scheduler: Scheduler, now: float) -> dict[str, Any]:
     )
     return {
         "cache": dataclasses.asdict(cache),
-        "requests": [{**dataclasses.asdict(each), "label": engine.label(each.request_id)}
-                     for each in requests],
+        "requests": [
+            {**dataclasses.asdict(each), "label": engine.label(each.request_id)} for each in requests
+        ],
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from milepost import __version__
 from milepost.engine.markers import MarkerList
@@ -17,7 +17,7 @@ from milepost.engine.params import checked_token_ids
 from milepost.engine.serving import ServingModel
 from milepost.errors import RequestError
 from milepost.server.conversation import checked_messages, checked_tools
-from milepost.server.docs import json_body
+from milepost.server.docs import PAGE_HEADERS, json_body, routes_page
 from milepost.server.generation import Service, check_model
 from milepost.server.schema import DetokenizeBody, TokenizeBody, parse_body
 from milepost.server.state import ServerState
@@ -47,6 +47,12 @@ async def health(request: Request) -> Response:
 async def version() -> dict[str, str]:
     """Version of Milepost."""
     return {"version": __version__}
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs(request: Request) -> HTMLResponse:
+    """The routes as a page."""
+    return HTMLResponse(routes_page(request.app.openapi()), headers=PAGE_HEADERS)
 
 
 @router.get("/metrics")
