@@ -35,7 +35,7 @@ def test_the_page_of_routes_has_all_and_needs_nothing_from_elsewhere(server: Run
     document = server.get("/openapi.json").json()
     for path, methods in document["paths"].items():
         for method, about in methods.items():
-            row = f"<code>{method.upper()}</code></td><td><code>{path}</code></td><td>"
+            row = f"<dt><code>{method.upper()} {path}</code></dt><dd>"
             assert row + html.escape(about["description"]) in answer.text
     assert "<code>messages</code>" in answer.text
     assert not re.search(r"https?://|//[a-z]|<script|<link", answer.text)

@@ -46,8 +46,8 @@ _PAGE = """<!doctype html>
 <style>
 :root {{ color-scheme: light dark; }}
 body {{ margin: 1rem auto; max-width: 60rem; padding: 0 1rem; font: 15px/1.45 system-ui, sans-serif; }}
-td {{ padding: .3rem .8rem .3rem 0; vertical-align: top; }}
-code {{ overflow-wrap: anywhere; }} .fields {{ font-size: .85rem; opacity: .8; }}
+dt {{ font-weight: 600; overflow-wrap: anywhere; }} dd {{ margin: 0 0 .9rem 1.5rem; }}
+.fields {{ font-size: .85rem; opacity: .8; }}
 </style>
 </head>
 <body>
@@ -55,9 +55,9 @@ code {{ overflow-wrap: anywhere; }} .fields {{ font-size: .85rem; opacity: .8; }
 <p><a href="openapi.json"><code>/openapi.json</code></a> has these routes with fields and types, for tools.
 What the fields mean, and what a response says about reuse, is in <code>docs/http.md</code> of the project.
 <a href="ui"><code>/ui</code></a> shows what the cache holds.</p>
-<table>
+<dl>
 {rows}
-</table>
+</dl>
 </body>
 </html>
 """
@@ -76,5 +76,5 @@ def _rows(paths: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             properties = body.get("schema", {}).get("properties", {})
             names = ", ".join(f"<code>{escape(name)}</code>" for name in properties)
             fields = f'<br><span class="fields">{names}</span>' if names else ""
-            route = f"<code>{method.upper()}</code></td><td><code>{escape(path)}</code>"
-            yield f"<tr><td>{route}</td><td>{escape(about.get('description', ''))}{fields}</td></tr>"
+            route = f"<dt><code>{method.upper()} {escape(path)}</code></dt>"
+            yield f"{route}<dd>{escape(about.get('description', ''))}{fields}</dd>"
