@@ -25,7 +25,8 @@ def test_every_option_is_whole_at_80_columns(
         main()
     assert not end.value.code
     out = capsys.readouterr().out
-    assert "…" not in out
+    assert "…" not in out and "<bool>" not in out
+    assert "{" not in next(line for line in out.splitlines() if "Usage:" in line)
     shown = {word for line in out.splitlines() for word in line.split()}
     for parameter in COMMANDS[name].params:
         for option in [*parameter.opts, *parameter.secondary_opts]:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from milepost.cli.help import Command, Group
 from milepost.cli.numbers import whole
 from milepost.cli.sizes import format_size, parse_size
 from milepost.engine.manifests import NAME_REASONS
@@ -36,19 +37,23 @@ app = typer.Typer(
     name="cache",
     help="List, check and clean a folder of stored prefixes (--persist, file://), in use or not.",
     no_args_is_help=True,
+    cls=Group,
 )
 
-Directory = Annotated[Path, typer.Argument(help="The folder.", metavar="DIR")]
+Directory = Annotated[
+    Path, typer.Argument(help="The folder given to --persist, or behind file://.", metavar="DIR")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
 _AGE_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
-@app.command("ls")
+@app.command("ls", cls=Command)
 def list_segments(
     directory: Directory,
     fingerprint: Annotated[
-        str, typer.Option("--fingerprint", help="Only of the model whose fingerprint begins so.")
+        str,
+        typer.Option("--fingerprint", metavar="HEX", help="Only of the model whose fingerprint begins so."),
     ] = "",
     limit: Annotated[
         int,
@@ -87,7 +92,7 @@ def list_segments(
         typer.echo(f"{len(files) - len(shown):,} more; --limit 0 shows all")
 
 
-@app.command("stat")
+@app.command("stat", cls=Command)
 def statistics(directory: Directory, as_json: AsJson = False) -> None:
     """Sum up: models, bytes, tokens, reasons, and what is of no use."""
     summary = summarize(open_folder(directory))
@@ -143,7 +148,7 @@ def _segments(count: int) -> str:
     return f"{count:,} segment{'' if count == 1 else 's'}"
 
 
-@app.command()
+@app.command(cls=Command)
 def verify(
     directory: Directory,
     remove: Annotated[bool, typer.Option("--remove", help="Remove what is corrupt.")] = False,
@@ -168,18 +173,28 @@ def verify(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(cls=Command)
 def gc(
     directory: Directory,
     keep: Annotated[
         str | None,
-        typer.Option("--keep", help="What may stay, like 10GiB; least recently used go first."),
+        typer.Option(
+            "--keep", metavar="SIZE", help="What may stay, like 10GiB; least recently used go first."
+        ),
     ] = None,
     unused_for: Annotated[
-        str | None, typer.Option("--unused-for", help="Remove what was not used for so long, like 12h or 7d.")
+        str | None,
+        typer.Option(
+            "--unused-for", metavar="AGE", help="Remove what was not used for so long, like 12h or 7d."
+        ),
     ] = None,
     fingerprint: Annotated[
-        str, typer.Option("--fingerprint", help="Remove everything of the model whose fingerprint begins so.")
+        str,
+        typer.Option(
+            "--fingerprint",
+            metavar="HEX",
+            help="Remove everything of the model whose fingerprint begins so.",
+        ),
     ] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go; remove nothing.")] = False,
 ) -> None:

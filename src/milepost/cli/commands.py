@@ -14,13 +14,21 @@ from milepost.cli import options as opt
 from milepost.cli import sim_options, values
 from milepost.cli.cache import app as cache_app
 from milepost.cli.extras import missing_text
-from milepost.cli.help import Command
+from milepost.cli.help import Command, Group
 from milepost.config import DEFAULT_AUDIT_SHARE, DEFAULT_MATCH_UNIT, EXACT, FP32, SchedulerConfig
 from milepost.errors import ConfigError, MilepostError, RequestError, naming
+
+EPILOG = (
+    "`milepost COMMAND --help` has the options of a command. Try `milepost chat`, or `milepost serve` and "
+    "its page /ui: without a MODEL they take a tiny one that is part of the package. docs/glossary.md "
+    "explains the words."
+)
 
 app = typer.Typer(
     name="milepost",
     help="Serve hybrid language models; a prompt prefix is never computed twice.",
+    epilog=EPILOG,
+    cls=Group,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -128,7 +136,10 @@ def serve(
     otlp_traces_endpoint: opt.OtlpTraces = None,
     config: opt.ConfigFile = None,
 ) -> None:
-    """Serve a model over the OpenAI API."""
+    """Serve a model over the OpenAI API, and Anthropic's.
+
+    Both are below http://HOST:PORT/v1; /ui shows the cache, /docs lists the routes. Ctrl-C stops it.
+    """
     from milepost.cli.serve import serve_model
 
     stores = values.store_options(
@@ -194,7 +205,10 @@ def chat(
     enable_prefix_caching: opt.PrefixCaching = True,
     speculative_config: opt.Speculation = None,
 ) -> None:
-    """Chat in the terminal; every turn shows what was reused and what was computed."""
+    """Chat in the terminal; every turn shows what was reused and what was computed.
+
+    /reset starts over, /exit leaves, Ctrl-C stops an answer.
+    """
     from milepost.cli.chat import chat_with_model
 
     options = values.serving_options(
@@ -214,10 +228,12 @@ def chat(
 
 @app.command(cls=Command)
 def complete(
-    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
+    prompt: Annotated[
+        str, typer.Argument(help="Text to continue; - reads it from standard input.", metavar="PROMPT")
+    ],
     model: Annotated[
         str | None,
-        typer.Option("--model", help="Model directory. Default: the embedded one.", metavar="MODEL"),
+        typer.Option("--model", help=opt.MODEL_HELP, metavar="MODEL"),
     ] = None,
     offline: opt.Offline = False,
     max_tokens: opt.MaxTokens = 64,
@@ -267,7 +283,7 @@ def info(
         typer.Option("--check-weights", help="Check the weight files against the config, too.", metavar=""),
     ] = False,
 ) -> None:
-    """Show a model's layers, cache sizes and what fits a budget; reads no weights."""
+    """Show a model's layers, what a token and a state take, and what fits a budget; reads no weights."""
     from milepost.cli.info import show_info
 
     options = values.serving_options(
@@ -303,7 +319,10 @@ def sim(
     compare: sim_options.Compare = False,
     swarm: sim_options.Swarm = None,
 ) -> None:
-    """Replay a trace or a workload through the real core, with policies side by side; loads no model."""
+    """Replay a trace or a workload through the real core, with policies side by side; loads no model.
+
+    The table says how much of the prompts would be reused with which budget.
+    """
     from milepost.cli.sim import SimOptions, run_comparison, run_replays, run_swarm
     from milepost.cli.sizes import parse_size
 

@@ -1,14 +1,33 @@
-"""`--help` at 80 columns: a switch and its opposite get a row each, or neither name would fit."""
+"""`--help` at 80 columns: a switch and its opposite get a row each, or neither name would fit; switches
+have no type, and what must be given stands as it is typed."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 
-class Command(TyperCommand):
+class _Plain:
+    """Of a command or group: usage and options without the signs that depend on typer's version."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in found:
+            if getattr(parameter, "is_flag", False) and parameter.metavar is None:
+                parameter.metavar = ""
+        return found
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]  # type: ignore[misc]
+
+
+class Group(_Plain, TyperGroup):
+    """Commands below a name."""
+
+
+class Command(_Plain, TyperCommand):
     """A command whose help shows every name whole."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

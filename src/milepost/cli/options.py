@@ -33,18 +33,13 @@ def _stay_offline(wanted: bool) -> bool:
     return wanted
 
 
-Model = Annotated[
-    Path | None,
-    typer.Argument(
-        help="Model directory in hub layout, or a hub id like owner/name. Default: the embedded model.",
-        metavar="MODEL",
-    ),
-]
+MODEL_HELP = "Model directory in hub layout, or a hub id like owner/name. Default: the embedded model."
+Model = Annotated[Path | None, typer.Argument(help=MODEL_HELP, metavar="MODEL")]
 CacheBytes = Annotated[
     str,
     typer.Option(
         "--cache-bytes",
-        help="One budget for pages and states, like 8GiB, or auto = what is left.",
+        help="One budget of memory for pages and states, cached or in use, like 8GiB; auto = what is left.",
         metavar="SIZE",
         rich_help_panel=CACHE,
     ),
@@ -114,7 +109,7 @@ MaxModelLen = Annotated[
     int | None,
     typer.Option(
         "--max-model-len",
-        help="Prompt and output tokens of a request. Default: what model and budget allow.",
+        help="Most tokens of a request, prompt and answer together. Default: what model and budget allow.",
         metavar="N",
         rich_help_panel=MODEL,
         parser=whole("max_model_len", example=8192),
@@ -166,8 +161,8 @@ Exactness = Annotated[
     str,
     typer.Option(
         "--exactness",
-        help="exact = reuse changes no bit of an answer; prompt = none behind a prompt, and long prompts of "
-        "models with latent attention are faster; off = nothing is promised.",
+        help="exact = reuse changes no bit of an answer; prompt = the same, but the next turn computes "
+        "answers again, and models with latent attention read long prompts faster; off = no promise.",
         metavar="MODE",
         rich_help_panel=EXACT_REUSE,
     ),
@@ -266,7 +261,7 @@ DrainSeconds = Annotated[
     float,
     typer.Option(
         "--drain-seconds",
-        help="How long open requests may go on after SIGTERM. A second signal ends at once.",
+        help="How long open requests may go on after SIGTERM or Ctrl-C. The second one ends them at once.",
         metavar="SECONDS",
         rich_help_panel=LIMITS,
         parser=decimal("drain_seconds", unit="seconds", example=20),

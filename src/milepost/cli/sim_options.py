@@ -42,7 +42,10 @@ Seed = Annotated[
     ),
 ]
 Geometry = Annotated[
-    str, typer.Option("--geometry", metavar="NAME", help="Model sizes: kimi-k3 or kimi-linear-48b.")
+    str,
+    typer.Option(
+        "--geometry", metavar="NAME", help="Whose sizes of pages and states: kimi-k3 or kimi-linear-48b."
+    ),
 ]
 Budgets = Annotated[
     str, typer.Option("--budgets", metavar="SIZES", help="Cache sizes to try, separated by commas.")
@@ -52,7 +55,8 @@ Policies = Annotated[
     typer.Option(
         "--policies",
         metavar="NAMES",
-        help="Any of milepost, milepost-lru, lru, optimal, clairvoyant, align; with commas.",
+        help="Who decides what is kept, separated by commas: milepost, milepost-lru, lru, optimal, "
+        "clairvoyant, align (docs/simulation.md).",
     ),
 ]
 PrefixMatchUnit = Annotated[
@@ -104,7 +108,9 @@ JsonPath = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="W
 PlotPath = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Write a chart as SVG.")]
 Compare = Annotated[
     bool,
-    typer.Option("--compare", metavar="", help="Milepost beside align on all workloads, request by request."),
+    typer.Option(
+        "--compare", metavar="", help="Milepost against align on all workloads, request by request."
+    ),
 ]
 Swarm = Annotated[
     int | None,
@@ -112,6 +118,6 @@ Swarm = Annotated[
         "--swarm",
         metavar="N",
         parser=whole("swarm", example=1000, least=1),
-        help="Do so many random actions in checked worlds instead.",
+        help="Test the core instead: do so many random actions and check every state.",
     ),
 ]
