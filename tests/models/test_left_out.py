@@ -26,7 +26,7 @@ def test_draft_and_vision_weights_are_named_in_one_line(
         loaded = load_model(directory)
     assert loaded.unused_tensors == sorted({**drafts, **vision})
     (record,) = caplog.records
-    assert record.getMessage() == "not loaded: model.visual.* (1 tensors), mtp.* (2 tensors)"
+    assert record.getMessage() == "not needed and not loaded: model.visual.* (1 tensors), mtp.* (2 tensors)"
 
 
 def test_a_draft_weight_that_is_not_finite_is_refused_by_name(tmp_path: Path) -> None:

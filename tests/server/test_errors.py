@@ -153,6 +153,30 @@ def test_stream_options_need_a_stream(server: Running) -> None:
     assert_error(server.post(COMPLETIONS, body), 400, "stream_options", "stream")
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "message"),
+    [
+        (CHAT, {"temperature": "hot"}, "temperature", "temperature: must be a valid number"),
+        (CHAT, {"stop": 5}, "stop", "stop: must be a valid string or a valid array"),
+        (CHAT, {"stop": ["a", 5]}, "stop", "stop[1]: must be a valid string"),
+        (CHAT, {"stop_token_ids": [1, "a"]}, "stop_token_ids", "stop_token_ids[1]: must be a valid integer"),
+        (CHAT, {"logit_bias": {"7": "a"}}, "logit_bias", "logit_bias.7: must be a valid number"),
+        (CHAT, {"stream": True, "stream_options": {"include_usage": "yes"}}, "stream_options",
+         "stream_options.include_usage: must be a valid boolean"),
+        (CHAT, {"messages": "hello"}, "messages", "messages: must be a valid array"),
+        (CHAT, {"stop": ["str", {"str": 1}]}, "stop", "stop[1]: must be a valid string"),
+        ("/detokenize", {}, "tokens", "tokens: Field required"),
+        ("/detokenize", {"tokens": {}}, "tokens", "tokens: must be a valid array"),
+    ],
+)  # fmt: skip
+def test_a_value_of_the_wrong_type_is_named_with_its_place(
+    server: Running, path: str, fields: dict[str, Any], param: str, message: str
+) -> None:
+    body = {"messages": HELLO} | fields if path == CHAT else fields
+    error = assert_error(server.post(path, body), 400, param)
+    assert error["message"] == message
+
+
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999"])
 def test_numbers_that_are_none(server: Running, value: str) -> None:
     raw = f'{{"prompt": "a", "temperature": {value}}}'
@@ -216,7 +240,7 @@ def test_the_content_type_does_not_matter(server: Running) -> None:
 
 
 def test_unknown_routes_and_methods(server: Running) -> None:
-    assert_error(server.get("/v1/nothing"), 404, None, "/v1/nothing")
+    assert_error(server.get("/v1/nothing"), 404, None, "/v1/nothing: Not Found; /docs lists the routes")
     assert_error(server.get(CHAT), 405, None)
 
 
@@ -253,7 +277,7 @@ def test_a_wrong_base_url_of_anthropics_client(server: Running, path: str) -> No
 @pytest.mark.parametrize("path", ["/v1/nothing", "/no/such/thing", "/" + "v1/" * 40 + "models"])
 def test_nothing_is_guessed_about_other_paths(server: Running, path: str) -> None:
     assert "did you mean" not in assert_error(server.get(path), 404, None)["message"]
-    assert "/docs lists routes, and /ui shows" in assert_error(server.get("/"), 404, None)["message"]
+    assert "/docs lists its routes, and /ui" in assert_error(server.get("/"), 404, None)["message"]
 
 
 def test_harmless_and_unknown_fields_are_accepted(server: Running) -> None:

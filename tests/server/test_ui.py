@@ -6,10 +6,12 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.server.serving import HTTP, MATCH_UNIT, MAX_MODEL_LEN, Running, running_server
+from tests.server.serving import HTTP, MATCH_UNIT, Running, running_server
+from tests.server.test_life import wait_for
 
 from milepost.server.options import ServerOptions
 from milepost.server.recent import MAX_RECENT_REQUESTS
@@ -196,13 +198,18 @@ def test_finished_requests_say_why(server: Running) -> None:
 
 
 def test_an_open_request_has_the_name_it_has_when_it_is_finished(server: Running) -> None:
-    body = {"prompt": "x", "max_tokens": MAX_MODEL_LEN - 8, "ignore_eos": True, "stream": True}
-    with HTTP.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
-        first = next(line for line in answer.iter_lines() if line)
-        (open_one,) = server.get("/ui/state").json()["requests"]
+    body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}
+    server.worker.gate.clear()  # in its first step, until the page has asked
+    with ThreadPoolExecutor(2) as pool:
+        answer = pool.submit(server.post, "/v1/completions", body)
+        wait_for(lambda: server.scheduler.has_unfinished_requests, "the request did not arrive")
+        state = pool.submit(server.get, "/ui/state")
+        wait_for(lambda: server.model.engine._inbox, "the page did not ask")
+        server.worker.gate.set()
+        (open_one,) = state.result().json()["requests"]
     server.wait_idle()
     (finished,) = server.get("/ui/state").json()["finished"]
-    assert json.loads(first.removeprefix("data: "))["id"] == open_one["label"] == finished["label"]
+    assert answer.result().json()["id"] == open_one["label"] == finished["label"]
     assert open_one["request_id"] == finished["request_id"]
 
 

@@ -172,7 +172,7 @@ def _log_unused(names: Sequence[str], skipped: Sequence[str]) -> None:
     known = Counter(prefix for prefix in groups if prefix)
     if known:
         parts = ", ".join(f"{prefix}* ({count} tensors)" for prefix, count in sorted(known.items()))
-        log.info("not loaded: %s", parts)
+        log.info("not needed and not loaded: %s", parts)
     unknown = [name for name, prefix in zip(names, groups, strict=True) if not prefix]
     if unknown:
         more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""

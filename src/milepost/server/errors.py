@@ -105,7 +105,8 @@ def near_path(app: FastAPI, method: str, path: str) -> str | None:
 
 def _path_hint(path: str, near: str | None) -> str:
     if near is None:
-        return "; the API is below /v1, /docs lists routes, and /ui shows the cache" if path == "/" else ""
+        root = "; the API is below /v1, /docs lists its routes, and /ui shows the cache"
+        return root if path == "/" else "; /docs lists the routes of this server"
     hint = f"; did you mean {near}?"
     if near.startswith(ANTHROPIC_PATH):
         return f"{hint} The base URL of Anthropic's clients is http://HOST:PORT, without /v1"

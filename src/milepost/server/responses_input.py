@@ -72,7 +72,7 @@ class ResponsesBody(BaseModel):
 
 
 def _hint(name: str) -> str:
-    return " and keeps no responses: send the whole conversation in `input`" if "response" in name else ""
+    return ", which keeps no responses: send the whole conversation in `input`" if "response" in name else ""
 
 
 def chat_body(body: ResponsesBody) -> ChatBody:

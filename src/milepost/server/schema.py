@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails, from_json
 from starlette.requests import Request
 
 from milepost.engine.params import SamplingOptions
@@ -263,7 +264,36 @@ async def parse_body(kind: type[BodyType], request: Request) -> BodyType:
         first = error.errors(include_url=False, include_input=False)[0]
         if first["type"] == "json_invalid":
             raise RequestError(None, f"the body is not valid JSON: {first['ctx']['error']}") from None
-        # A union adds the name of its branch; the field is what callers know.
-        location = [str(part) for part in first["loc"]]
-        param = location[0] if location else None
-        raise RequestError(param, first["msg"]) from None
+        raise _wrong_type(error, from_json(await request.body())) from None
+
+
+def _wrong_type(error: ValidationError, body: Any) -> RequestError:
+    """What is wrong with the first field that is: the deepest place in it, and all that may stand there."""
+    found = error.errors(include_url=False, include_input=False)
+    field = next(iter(found[0]["loc"]), None)
+    if field is None:
+        return RequestError(None, f"the body {_expected(found[0]['msg'])}")
+    places = [(_place(each, body), _expected(each["msg"])) for each in found if each["loc"][0] == field]
+    deepest = max((place for place, _ in places), key=len)
+    texts = list(dict.fromkeys(text for place, text in places if place == deepest))
+    message = " or ".join([texts[0], *(text.removeprefix("must be ") for text in texts[1:])])
+    return RequestError(str(field), f"{deepest[0]}{''.join(deepest[1:])}: {message}")
+
+
+def _place(detail: ErrorDetails, body: Any) -> tuple[str, ...]:
+    """Names and indices that lead there. A union adds the name of its branch to pydantic's; callers do not
+    know it, and nothing in the body has it."""
+    names: list[str] = []
+    node = body
+    for part in detail["loc"]:
+        if isinstance(node, list) and isinstance(part, int) and part < len(node):
+            names.append(f"[{part}]")
+            node = node[part]
+        elif isinstance(node, dict) and (part in node or not names):
+            names.append(f".{part}" if names else str(part))
+            node = node.get(part)
+    return tuple(names)
+
+
+def _expected(text: str) -> str:
+    return text.replace("Input should be", "must be", 1)
