@@ -11,10 +11,12 @@ from random import Random
 
 import pytest
 from tests.e2e.killing import folder_bytes
+from tests.e2e.soak_reference import reference_process
 from tests.e2e.soaking import slope_per_minute, soak
 from tests.engine.replicas import FINGERPRINT, UNIT, file_store, memory_store, replica
 from tests.stores.services import start_mooncake, start_redis
 
+from milepost.cli.serve import share_heaps
 from milepost.engine.serving import EMBEDDED_MODEL
 from milepost.engine.tokenizer import Tokenizer
 from milepost.models.loading import load_model
@@ -60,6 +62,7 @@ def shared_stores(folder: Path) -> Iterator[list[SegmentStore]]:
 
 @pytest.mark.timeout(7200)
 def test_a_soak_over_all_tiers(tmp_path: Path) -> None:
+    share_heaps()  # as a server does
     with shared_stores(tmp_path) as shared:
         run(tmp_path / "segments", shared)
 
@@ -79,11 +82,11 @@ def run(folder: Path, shared: list[SegmentStore]) -> None:
     cache_bytes = 9 * geometry.request_bytes(1000)
     with (
         replica(model, tokenizer, *stores, cache_bytes=cache_bytes) as served,
-        replica(model, tokenizer, cache_bytes=64 << 20) as alone,
+        reference_process(cache_bytes=64 << 20) as alone,
     ):
         report = soak(
             served,
-            lambda prompt, length: alone.ask(prompt, length).tokens,
+            alone.ask,
             minutes=MINUTES,
             num_clients=8,
             seed=seed,

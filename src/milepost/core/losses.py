@@ -39,11 +39,13 @@ class LostCheckpoints:
         num_forgotten: those that were too many.
     """
 
-    __slots__ = ("_why", "num_forgotten")
+    __slots__ = ("_pairs", "_why", "num_forgotten")
 
     def __init__(self) -> None:
         self.num_forgotten = 0
         self._why: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
+        self._pairs: dict[tuple[str, str], tuple[str, str]] = {}
+        """One object per cause and reason, for all boundaries."""
 
     def __len__(self) -> int:
         return len(self._why)
@@ -53,7 +55,8 @@ class LostCheckpoints:
 
     def remember(self, key: bytes, cause: str, reason: str) -> None:
         """The boundary with this chain key can no longer be resumed from, or never could."""
-        self._why[key] = (cause, reason)
+        why = (cause, reason)
+        self._why[key] = self._pairs.setdefault(why, why)
         self._why.move_to_end(key)
         if len(self._why) > MAX_REMEMBERED:
             self._why.popitem(last=False)

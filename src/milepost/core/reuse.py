@@ -151,9 +151,11 @@ class ReuseModel:
             those that went on did so within it.
     """
 
-    __slots__ = ("_counts", "_index", "_num_new", "_present", "_waiting", "live_age")
+    __slots__ = ("_classes", "_counts", "_index", "_num_new", "_present", "_waiting", "live_age")
 
     def __init__(self) -> None:
+        self._classes: dict[ReuseClass, ReuseClass] = {}
+        """One object per class, for all that wait in it."""
         self._counts: dict[ReuseClass, _ClassCounts] = {}
         self._waiting: OrderedDict[bytes, Wait] = OrderedDict()
         self._present: dict[ReuseClass, list[float]] = {}
@@ -171,6 +173,7 @@ class ReuseModel:
         num_prompt_tokens: int = 0,
     ) -> None:
         """A checkpoint begins to wait for its (next) use."""
+        reuse_class = self._classes.setdefault(reuse_class, reuse_class)
         self._waiting[key] = Wait(now, reuse_class, conversation, num_prompt_tokens)
         self._waiting.move_to_end(key)
         self._num_new += 1
@@ -182,6 +185,7 @@ class ReuseModel:
         """More is known about what waits at `key`; since when it waits stays."""
         wait = self._waiting.get(key)
         if wait is not None:
+            reuse_class = self._classes.setdefault(reuse_class, reuse_class)
             self._waiting[key] = replace(wait, reuse_class=reuse_class)
 
     def used(self, key: bytes, now: float) -> Wait | None:

@@ -35,7 +35,7 @@ from milepost.stores.segment_format import (
 
 # What Mooncake returns; other negative numbers are faults of one object.
 _NO_SPACE, _BAD_RANGE, _NOT_FOUND, _RPC_FAILED, _RPC_TIMEOUT = -200, -600, -704, -900, -901
-_MAX_KNOWN_PARENTS = 1 << 17
+_MAX_KNOWN_PARENTS = 1 << 15
 
 _Found = Head | Unanswered | None
 
