@@ -41,9 +41,11 @@ def test_trace_with_policies_side_by_side(tmp_path: Path) -> None:
 
 def test_time_to_first_token_needs_a_rate() -> None:
     arguments = ("--trace", TRACE, "--limit", "40", "--budgets", "16GiB", "--policies", "milepost")
-    row = sim(*arguments).splitlines()[4].split()
-    assert row[0] == "milepost" and row[6:8] == ["-", "-"]
-    row = sim(*arguments, "--tokens-per-second", "20000").splitlines()[4].split()
+    lines = sim(*arguments).splitlines()
+    assert "TTFT" not in lines[2] and lines[5].startswith("milepost ")
+    lines = sim(*arguments, "--tokens-per-second", "20000").splitlines()
+    assert "TTFT" in lines[2]
+    row = lines[5].split()
     assert 0.0 < float(row[6]) <= float(row[7])
 
 

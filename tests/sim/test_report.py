@@ -36,7 +36,20 @@ def test_rows_and_table() -> None:
     assert third[:4] == ["milepost", "64", "67.5", "90.0"]
     lines = table(REPORT).splitlines()
     assert lines[0] == "trace <x>" and lines[-1] == "note: a note"
-    assert lines[2].split()[0] == "policy" and set(lines[3]) == {"-", " "}
+    assert lines[2].split() == ["budget", "reused", "second", "computed", "TTFT", "TTFT"]
+    assert lines[3].split()[:3] == ["policy", "GiB", "%"] and set(lines[4]) == {"-", " "}
+    assert lines[5].split() == first and lines[6].split() == second
+
+
+@pytest.mark.parametrize("seconds", [[], [10.0, 20.0]])
+def test_the_table_fits_into_80_columns(seconds: list[float]) -> None:
+    """With numbers of a large replay; what nothing was measured of takes no room."""
+    large = result("milepost-lru", 512, [90, 90, 90, 90], num_passes=123456, num_checkpoints=123456,
+                   num_computed_tokens=12345678, evictions={("drop", "tail"): 123456},
+                   seconds_to_first_token=seconds)  # fmt: skip
+    text = table(Report("large", (), (large, result("lru", 8, [0, 0, 10, 10]))))
+    assert max(map(len, text.splitlines())) <= 80
+    assert ("TTFT" in text) is bool(seconds)
 
 
 def test_json_round_trips() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from milepost.sim.replay import ReplayResult
 
 GIB = 1 << 30
+MAX_WIDTH = 80
 COLUMNS = (
     "policy",
     "budget GiB",
@@ -72,20 +73,32 @@ def _seconds(result: ReplayResult, share: float) -> str:
 
 
 def table(report: Report) -> str:
-    """The table as plain text."""
-    cells = [list(COLUMNS), *rows(report)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(COLUMNS))]
+    """The table as plain text, at most `MAX_WIDTH` wide where the numbers allow it: names of columns stand in
+    two lines, and columns without a value are left out."""
+    columns = [
+        column
+        for column in zip(COLUMNS, *rows(report), strict=True)
+        if column[0] == COLUMNS[0] or set(column[1:]) != {"-"}
+    ]
+    heads = [_two_lines(name) for name, *_ in columns]
+    widths = [max(map(len, [*head, *cells])) for head, (_, *cells) in zip(heads, columns, strict=True)]
+    gap = "  " if sum(widths) + 2 * (len(widths) - 1) <= MAX_WIDTH else " "
+    body = [list(row) for row in zip(*(column[1:] for column in columns), strict=True)]
+    rule = ["-" * width for width in widths]
     lines = [report.title, ""]
-    for number, row in enumerate(cells):
+    for row in ([head[0] for head in heads], [head[1] for head in heads], rule, *body):
         padded = [
             cell.ljust(width) if column == 0 else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
-        lines.append("  ".join(padded).rstrip())
-        if number == 0:
-            lines.append("  ".join("-" * width for width in widths))
+        lines.append(gap.join(padded).rstrip())
     lines += ["", *(f"note: {note}" for note in report.notes)]
     return "\n".join(lines) + "\n"
+
+
+def _two_lines(name: str) -> tuple[str, str]:
+    first, _, second = name.partition(" ")
+    return (first, second) if second else ("", first)
 
 
 def as_json(report: Report, *, per_request: bool = False) -> str:
