@@ -11,7 +11,7 @@ from milepost.engine.messages import LoadNote, ReuseExplanation
 RETOKENIZED = "retokenized"
 
 SENTENCES: Mapping[str, str] = {
-    reasons.HIT: "All of the prompt is cached, as far as that helps: its end is always computed.",
+    reasons.HIT: "As much is cached as a hit can cover; the last tokens of a prompt are always computed.",
     reasons.COLD: "Nothing that is cached begins with the first unit of this prompt.",
     reasons.DIVERGED: "The prompt differs from what is cached.",
     reasons.PATH_ENDS: "The cached prompt ends there; what follows was not seen before.",
