@@ -263,7 +263,13 @@ def read(
         layers=_read_layers(config, layers, own, is_speculators),
         gqa=gqa,
         mla=mla,
-        rope=read_rope(layers, width, is_interleaved=is_interleaved, scales_scores=is_latent),
+        rope=read_rope(
+            layers,
+            width,
+            is_interleaved=is_interleaved,
+            scales_scores=is_latent,
+            width_key="qk_rope_head_dim" if is_latent else "head_dim",
+        ),
         target_layers=_read_target_layers(config, own, is_speculators),
         norms_taps=_where(config, own, "fc_norm").boolean("fc_norm", False),
         block_rows=rows_key.integer(

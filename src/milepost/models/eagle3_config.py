@@ -287,7 +287,13 @@ def _mla(layer: ConfigReader) -> MlaSpec:
     rope = None
     if not layer.boolean("mla_use_nope", False):
         is_interleaved = layer.boolean("rope_interleave", True)
-        rope = read_rope(layer, rotary_dim, is_interleaved=is_interleaved, scales_scores=True)
+        rope = read_rope(
+            layer,
+            rotary_dim,
+            is_interleaved=is_interleaved,
+            scales_scores=True,
+            width_key="qk_rope_head_dim",
+        )
     norm_eps = layer.positive_number("rms_norm_eps", _NORM_EPS)
     return MlaSpec(
         num_heads=num_heads,
