@@ -6,6 +6,7 @@ import json
 import logging
 from array import array
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from milepost.engine.messages import DraftCounts, GenerationRequest, OutputDelta
 from milepost.engine.ngram import NgramDrafter
 from milepost.engine.speculative import SpeculativeConfig
-from milepost.errors import ConfigError
+from milepost.errors import CheckpointFileError, ConfigError
 
 pytest.importorskip("torch")
 
@@ -90,19 +91,41 @@ def test_the_option_of_vllm_is_read() -> None:
         ("{", "Write it like"),
         ('{"method": "ngram"}', "num_speculative_tokens"),
         (config_text(method="medusa"), "'medusa' is not supported; use one of: ngram, mtp"),
-        (config_text(method=""), "is not supported"),
+        (config_text(method=""), "method is missing"),
         (config_text(num_speculative_tokens=0), "num_speculative_tokens must be 1 to 32, not 0"),
         (config_text(num_speculative_tokens=33), "not 33"),
         (config_text(prompt_lookup_min=0), "1 <= prompt_lookup_min"),
         (config_text(prompt_lookup_min=4, prompt_lookup_max=3), "not 4 and 3"),
         (config_text(model="x"), "model"),
         (config_text(num_speculative_tokens="4"), "num_speculative_tokens"),
+        (config_text(num_speculative_tokens=True), "num_speculative_tokens"),
+        ('{"num_speculative_tokens": 4}', "method is missing; use one of: ngram, mtp"),
+        ('{"method": "mtp", "num_speculative_tokens": 4, "method": "ngram"}', "it names 'method' twice"),
+        (config_text(method="eagle3", model=""), "model is empty"),
+        (config_text(method="", model=" "), "model is empty"),
+        (config_text(prompt_lookup_max=10**20), "prompt_lookup_max <= 65536"),
+        (config_text(tokens=3), "`tokens`. Write it like"),
+        (config_text(tokens=3), "there are num_speculative_tokens, method, model, confidence_threshold"),
     ],
 )
 def test_what_cannot_work_is_named(text: str, named: str) -> None:
     with pytest.raises(ConfigError, match="speculative_config") as caught:
         SpeculativeConfig.parse(text)
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize("method", [{}, {"method": "eagle3"}])
+@pytest.mark.parametrize("has_directory", [False, True])
+def test_a_drafter_that_is_not_there_is_told_from_the_model(
+    method: dict[str, str], has_directory: bool, tmp_path: Path
+) -> None:
+    drafter = tmp_path / "drafter"
+    if has_directory:
+        drafter.mkdir()
+    text = json.dumps({"model": str(drafter), "num_speculative_tokens": 2, **method})
+    with pytest.raises(CheckpointFileError, match="^speculative_config: model .*drafter") as caught:
+        load_serving_model(None, ServingOptions(speculative=SpeculativeConfig.parse(text)))
+    assert ("give a local directory" in str(caught.value)) == (not has_directory)
 
 
 # -- serving ---------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 import msgspec
@@ -10,10 +11,11 @@ from milepost.config import SPECULATIVE_FIELD as FIELD
 from milepost.core.drafts import DraftPlanner
 from milepost.core.plan import COUPLED, GREEDY, PROBABILISTIC
 from milepost.core.speculation import DraftLengths
-from milepost.engine.ngram import NgramDrafter
+from milepost.engine.ngram import MAX_SEARCHED_TOKENS, NgramDrafter
 from milepost.errors import ConfigError
 from milepost.models import drafters
 from milepost.models.block_config import DSPARK
+from milepost.models.config_reader import unrepeated
 
 NGRAM = "ngram"
 METHODS = (NGRAM, *drafters.METHODS)
@@ -68,16 +70,14 @@ class SpeculativeConfig:
             ConfigError: names the key that cannot work.
             CheckpointFileError: there is no method, and `model` cannot be read to find out.
         """
-        try:
-            fields = msgspec.json.decode(text, type=_Fields)
-        except msgspec.MsgspecError as error:
-            raise ConfigError(FIELD, f"{error}. Write it like {EXAMPLE}") from None
+        fields = _read(text)
         method = fields.method
         if not method and fields.model is not None:
             method = drafters.method_of(fields.model)
         if method not in METHODS:
             known = ", ".join(METHODS)
-            raise ConfigError(FIELD, f"method {method!r} is not supported; use one of: {known}")
+            wrong = f"method {method!r} is not supported" if method else "method is missing"
+            raise ConfigError(FIELD, f"{wrong}; use one of: {known}")
         if not 1 <= fields.num_speculative_tokens <= MAX_DRAFT_TOKENS:
             raise ConfigError(
                 FIELD,
@@ -103,10 +103,11 @@ class SpeculativeConfig:
             longest = DEFAULT_LOOKUP if shortest is None else shortest
         if shortest is None:
             shortest = longest
-        if not 1 <= shortest <= longest:
+        if not 1 <= shortest <= longest <= MAX_SEARCHED_TOKENS:
             raise ConfigError(
                 FIELD,
-                f"1 <= prompt_lookup_min <= prompt_lookup_max is needed, not {shortest} and {longest}",
+                f"1 <= prompt_lookup_min <= prompt_lookup_max <= {MAX_SEARCHED_TOKENS} is needed, not "
+                f"{shortest} and {longest}",
             )
         return cls(method, fields.num_speculative_tokens, shortest, longest)
 
@@ -127,6 +128,23 @@ class SpeculativeConfig:
     def keeps_seeds(self) -> bool:
         """Whether a sampled answer is the same with and without drafts."""
         return self.draft_sample_method != PROBABILISTIC
+
+
+def _read(text: str) -> _Fields:
+    """
+    Raises:
+        ConfigError: it is no JSON, a key is unknown, missing, of another type or given twice, or `model` is
+            empty; names the key.
+    """
+    try:
+        fields = msgspec.json.decode(text, type=_Fields)
+        json.loads(text, object_pairs_hook=unrepeated)
+    except (msgspec.MsgspecError, ValueError) as error:
+        keys = ", ".join(_Fields.__struct_fields__)
+        raise ConfigError(FIELD, f"{error}. Write it like {EXAMPLE}; there are {keys}") from None
+    if fields.model is not None and not fields.model.strip():
+        raise ConfigError(FIELD, "model is empty; name the drafter's directory or hub id, or leave it out")
+    return fields
 
 
 def _sample_method(fields: _Fields, drafter: str) -> str:

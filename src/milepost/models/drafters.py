@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from milepost.config import SPECULATIVE_FIELD
-from milepost.errors import ConfigError
+from milepost.errors import CheckpointFileError, ConfigError
 from milepost.models import block_config, eagle3_config, mtp_config
 from milepost.models.config_reader import ConfigReader, read_json_object
 from milepost.models.hub import CONFIG_FILE, model_directory
@@ -121,8 +121,8 @@ def read_drafter(
     if model is None:
         drafter = known.read(decoder, None, None, num_draft_tokens)
     else:
-        directory = model_directory(model)
-        drafter = known.read(decoder, draft_config(directory), directory, num_draft_tokens)
+        directory, config = _files(model)
+        drafter = known.read(decoder, config, directory, num_draft_tokens)
     if confidence <= 0.0:
         return drafter
     if not isinstance(drafter, block_config.BlockDrafterSpec) or drafter.has_confidence is False:
@@ -155,6 +155,19 @@ def draft_config(directory: Path) -> ConfigReader:
     return ConfigReader(read_json_object(directory / CONFIG_FILE), "draft_model.")
 
 
+def _files(model: str | Path) -> tuple[Path, ConfigReader]:
+    """Directory and config of a drafter's checkpoint.
+
+    Raises:
+        CheckpointFileError: one of them cannot be read; names the option that asked for it.
+    """
+    try:
+        directory = model_directory(model)
+        return directory, draft_config(directory)
+    except CheckpointFileError as error:
+        raise CheckpointFileError(f"{SPECULATIVE_FIELD}: model {error}") from None
+
+
 def method_of(model: str | Path) -> str:
     """The method that a drafter's checkpoint is for, by its config.
 
@@ -162,7 +175,7 @@ def method_of(model: str | Path) -> str:
         ConfigError: none recognises it.
         CheckpointFileError: its directory or config cannot be read.
     """
-    config = draft_config(model_directory(model))
+    _, config = _files(model)
     for name, method in METHODS.items():
         if method.recognises is not None and method.recognises(config):
             return name
