@@ -217,7 +217,7 @@ def test_drafters_are_named_by_their_directory(tmp_path: Path) -> None:
         ({"method": "mtp", "model": "x"}, "method 'mtp' has no checkpoint of its own"),
         ({"method": "ngram", "model": "x"}, "method 'ngram' has no checkpoint of its own"),
         ({"method": "eagle"}, "method 'eagle' is not supported; use one of: ngram, mtp, eagle3"),
-        ({}, "method '' is not supported"),
+        ({}, "method is missing; use one of: ngram"),
         ({"model": str(EMBEDDED_MODEL)}, "names no drafter that is known; say its method"),
     ],
 )
