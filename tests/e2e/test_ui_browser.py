@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
 from pathlib import Path
 
 import httpx
@@ -81,3 +84,31 @@ def test_a_server_with_keys_asks_for_one(browser: str, tmp_path: Path) -> None:
         server.end()
     assert 'id="login">' in document
     assert "no API key" in document
+
+
+class OnlyThePage(BaseHTTPRequestHandler):
+    """A server that ended once the page was there: whatever else is asked gets no answer."""
+
+    def do_GET(self) -> None:
+        if self.path == "/ui":
+            content = (resources.files("milepost") / "assets" / "ui" / "index.html").read_bytes()
+            self.send_response(200)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+        self.close_connection = True
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Not on stderr."""
+
+
+def test_a_server_that_is_gone_is_said_with_its_address(browser: str, tmp_path: Path) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), OnlyThePage)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        document = drawn(browser, f"{url}/ui", tmp_path / "profile", 1000)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert f"The server cannot be reached at {url}. Is it still running?" in document
