@@ -130,6 +130,25 @@ def read_drafter(
     return dataclasses.replace(drafter, confidence_threshold=confidence)
 
 
+def load_drafter(drafter: DrafterSpec, target: DraftTarget) -> Any:
+    """`drafter.load`, with errors that tell the drafter's files from the decoder's.
+
+    Raises:
+        ConfigError: the decoder and the drafter do not fit together.
+        CheckpointFileError: a tensor is missing or has another shape; for a drafter with files of its own it
+            names the option that asked for them.
+    """
+    try:
+        return drafter.load(target)
+    except CheckpointFileError as error:
+        if drafter.directory is None:
+            raise
+        raise CheckpointFileError(
+            f"{SPECULATIVE_FIELD}: the drafter cannot be loaded: {error}; take config.json and tensors from "
+            f"the same checkpoint, one of method {drafter.method!r}"
+        ) from error
+
+
 def check_model(method: str, model: str | Path | None) -> None:
     """Whether a checkpoint is named where a method needs one, and only there.
 

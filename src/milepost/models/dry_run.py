@@ -21,7 +21,7 @@ from milepost.models.description import (
     resolve_dtype,
 )
 from milepost.models.draft_target import DraftTarget
-from milepost.models.drafters import MTP, read_drafter
+from milepost.models.drafters import MTP, load_drafter, read_drafter
 from milepost.models.hub import model_directory
 from milepost.models.hybrid import HybridDecoder
 from milepost.models.loading import TORCH_DTYPES
@@ -116,7 +116,8 @@ def check_checkpoint(
     decoder = HybridDecoder(spec, readers[0], kernels, torch_dtype)
     skipped: tuple[str, ...] = ()
     if drafter is not None:
-        drafter.load(DraftTarget(spec, decoder, readers[0], kernels, torch_dtype, None, open_files))
+        target = DraftTarget(spec, decoder, readers[0], kernels, torch_dtype, None, open_files)
+        load_drafter(drafter, target)
         skipped = drafter.skipped
     unused = readers[0].unused_names()
     for reader in readers[1:]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from milepost.config import SPECULATIVE_FIELD
-from milepost.errors import CheckpointFileError, ConfigError
+from milepost.errors import ConfigError
 from milepost.models.draft_target import DraftRows, DraftTarget
 from milepost.models.eagle3_config import LAYER_NAMES, PREFIXES, Eagle3Drafter
 from milepost.models.gqa import GqaLayer
@@ -24,7 +24,6 @@ from milepost.models.inputs import CacheFields, StepInputs
 from milepost.models.layers import DenseMlp, Loader, RmsNorm
 from milepost.models.mla import MlaLayer
 from milepost.models.specs import MlaSpec
-from milepost.models.weights import WeightReader
 
 
 class Eagle3Module:
@@ -43,15 +42,6 @@ class Eagle3Module:
             CheckpointFileError: a tensor is missing or has another shape.
         """
         weights = target.open_files(drafter.directory)
-        try:
-            self._load(drafter, target, weights)
-        except CheckpointFileError as error:
-            raise CheckpointFileError(
-                f"{SPECULATIVE_FIELD}: the drafter cannot be loaded: {error}; take config.json and tensors "
-                "from the same checkpoint, one of method 'eagle3'"
-            ) from error
-
-    def _load(self, drafter: Eagle3Drafter, target: DraftTarget, weights: WeightReader) -> None:
         self.width = hidden = drafter.hidden_size
         self.tap_layers = drafter.tap_layers
         self._drafter = drafter

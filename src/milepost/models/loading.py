@@ -21,7 +21,7 @@ from milepost.models.description import (
     resolve_dtype,
 )
 from milepost.models.draft_target import DraftTarget
-from milepost.models.drafters import MTP, DrafterSpec, read_drafter
+from milepost.models.drafters import MTP, DrafterSpec, load_drafter, read_drafter
 from milepost.models.hub import model_directory
 from milepost.models.hybrid import HybridDecoder
 from milepost.models.layout import CacheLayout, cache_layout
@@ -150,9 +150,8 @@ def load_model(
 
     drafts = None
     if drafter is not None:
-        drafts = drafter.load(
-            DraftTarget(spec, decoder, weights, chosen, TORCH_DTYPES[dtype_name], coding, open_files)
-        )
+        target = DraftTarget(spec, decoder, weights, chosen, TORCH_DTYPES[dtype_name], coding, open_files)
+        drafts = load_drafter(drafter, target)
         for reader in opened:
             reader.finish()
             _log_unused(reader.unused_names(), drafter.skipped)
