@@ -4,6 +4,8 @@
 // Plain loops that the compiler makes vectors of: they hold nothing that rounds differently on another CPU.
 #include "isa/sampling.h"
 
+#include <cstring>
+
 #include "common/threads.h"
 
 namespace milepost {
@@ -188,9 +190,13 @@ Candidates candidates_of(const Row& row) {
 }
 
 // The item at which the sum of weights, from the largest item down, reaches `target`, 1 <= target <= total.
-// A radix selection: it keeps the items that share the digits found so far.
+// A radix selection: it keeps the items that share the digits found so far; a digit starts at the first bit in which
+// they differ.
 uint64_t item_reaching(Candidates& c, int64_t target) {
-  for (int shift = 56; c.count > 1; shift -= 8) {
+  while (c.count > 1) {
+    uint64_t differing = 0;
+    for (int64_t i = 1; i < c.count; i++) differing |= c.items[i] ^ c.items[0];
+    const int highest = 63 - __builtin_clzll(differing), shift = highest > 7 ? highest - 7 : 0;
     int64_t sums[256] = {};
     for (int64_t i = 0; i < c.count; i++) sums[c.items[i] >> shift & 255] += c.weights[i];
     uint64_t digit = 255;
@@ -295,10 +301,16 @@ uint64_t nucleus_end(const Row& row, uint64_t lowest, double top_p) {
   int64_t target = int64_t(wanted);
   if (double(target) < wanted) target++;
   target = target < 1 ? 1 : target > total ? total : target;
-  // Most nuclei lie close to the maximum; everything that weighs something lies within 32 of it.
-  for (double depth = 4.0; lowest == 0; depth *= 2.0) {
-    weigh_items(row, 0, row.floor > -depth ? row.floor : -depth, c);
-    if (c.total >= target) break;
+  if (lowest == 0) {
+    // Most nuclei lie close to the maximum. Items deeper than `enough` cannot hold what is left over, unless weights
+    // were rounded up; everything that weighs something lies within 32.
+    const double left_over = double(total - target) * 0x1p-40;
+    const double enough = left_over > 0.0 ? log_of(double(row.size) / left_over) : 32.0;
+    const double depths[] = {enough < 4.0 ? enough : 4.0, enough, 32.0};
+    for (double depth : depths) {
+      weigh_items(row, 0, row.floor > -depth ? row.floor : -depth, c);
+      if (c.total >= target) break;
+    }
   }
   return item_reaching(c, target);
 }

@@ -2,7 +2,6 @@
 // instruction set: fp64 arithmetic without fused products, sums of integers, or sums in one fixed order.
 #pragma once
 
-#include "isa/simd.h"
 #include "common/types.h"
 
 namespace milepost {
