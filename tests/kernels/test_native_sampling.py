@@ -103,6 +103,43 @@ def test_tokens_are_the_twins(isa: str, data: st.DataObject) -> None:
         assert_twins(values, row, token_of(values, row, native))
 
 
+EDGES: list[tuple[list[float], dict[str, Any], set[int]]] = [
+    ([0.0, 0.0], {"top_p": 0.5}, {0}),
+    ([0.0, 0.0], {"top_p": 0.5 + 2.0**-43}, {0, 1}),
+    ([0.0] * 4, {"top_p": 0.75}, {0, 1, 2}),
+    ([0.0] * 4, {"top_p": 0.75 + 2.0**-43}, {0, 1, 2, 3}),
+    ([-1.0, 0.0, 0.0, 0.0], {"top_p": 1e-9}, {1}),
+    ([-2.0, -1.0, 0.0], {"log_min_p": -1.0}, {1, 2}),
+    ([-2.0, -1.0, 0.0], {"log_min_p": math.nextafter(-1.0, 0.0)}, {2}),
+    ([0.0] * 5, {"top_k": 3}, {0, 1, 2}),
+    ([-1.0, 0.0, -1.0, -1.0], {"top_k": 2}, {0, 1}),
+    # Top-p shares out what top-k and min-p leave.
+    ([0.0] * 4, {"top_k": 2, "top_p": 0.5}, {0}),
+    ([-1.0, 0.0, -1.0, 0.0], {"log_min_p": -0.5, "top_p": 0.5}, {1}),
+]
+
+
+@every_isa
+@pytest.mark.parametrize(("values", "rule", "expected"), EDGES)
+def test_edges_of_the_filters(
+    isa: str, values: list[float], rule: dict[str, Any], expected: set[int]
+) -> None:
+    """All that is kept, and nothing else, is drawn under some key; in the twin as well."""
+    rules: list[SampleRule | None] = [
+        SampleRule(1.0, -INFINITY, 1.0, 0, noise_key(seed, 0, 0))._replace(**rule) for seed in range(200)
+    ]
+    # The same behind a row of blocks that hold nothing.
+    for before in (0, 200):
+        row = torch.tensor([-INFINITY] * before + values)
+        with using(isa):
+            drawn = native.sample(row.expand(200, -1), rules)[0]
+        assert {token_id - before for token_id in drawn} == expected
+        if "log_min_p" not in rule:
+            params = SamplingParams(**rule)
+            kept = log_weights(row, SamplingRow(params, 0)).isfinite().nonzero().flatten()
+            assert {token_id - before for token_id in kept.tolist()} == expected
+
+
 FILTERS = [
     {},
     {"temperature": 0.6},
@@ -248,6 +285,19 @@ def test_a_row_that_is_not_finite_fails_alone(isa: str, vocab_size: int, bad: fl
             rules = [None, SampleRule(1.0, -INFINITY, 0.9, 7, 1)]
             finite = native.sample(broken, [rules[n % 2] for n in range(vocab_size)])[1]
             assert finite == [n != at for n in range(vocab_size)]
+
+
+@every_isa
+@pytest.mark.parametrize("bits", [0x7F800000, 0x7F800001, 0x7FC00000, -1, -(2**22), -(2**23) + 1])
+def test_a_row_with_nan_or_infinity_gives_the_first_id(isa: str, bits: int) -> None:
+    values = randn(1, 130, seed=1)
+    values[0, 77] = 9.0
+    rule = SampleRule(0.01, -INFINITY, 1.0, 0, 5)
+    with using(isa):
+        assert native.sample(values.expand(2, -1), [None, rule]) == ([77, 77], [True, True])
+        values.view(torch.int32)[0, 5] = bits
+        assert native.sample(values.expand(2, -1), [None, rule]) == ([0, 0], [False, False])
+        assert math.isnan(native.log_probabilities(values, [77], 1)[0][0][0])
 
 
 @every_isa
