@@ -1,4 +1,4 @@
-"""Sections of bench/kernels.py: weights of few bits, grouped-query attention, Gated DeltaNet."""
+"""Sections of bench/kernels.py: weights of few bits, grouped-query attention, Gated DeltaNet, sampling."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from common import print_table
 
+from milepost.core.plan import SamplingParams
 from milepost.kernels import reference_gdn, reference_gqa
 from milepost.kernels.api import select_kernels
 from milepost.kernels.index import AttentionIndex, RecurrentIndex, RowSpan
@@ -17,6 +18,7 @@ from milepost.kernels.reference_coded import quantized
 from milepost.kernels.reference_gdn import GdnInputs, GdnParams
 from milepost.kernels.reference_gqa import GqaInputs, GqaParams, inverse_frequencies
 from milepost.models.quantization import QUANTIZATIONS, quantization_of
+from milepost.runner.sampler import SamplingRow, sample_checked
 
 MATCH_UNIT = 32
 STEP_ROWS = 512
@@ -157,6 +159,30 @@ def measure_gdn(
     return rows
 
 
+def measure_sampling(compare: Compare, repetitions: int) -> list[Row]:
+    """One row of logits to a token, with the check that it is finite; normal logits leave wide nuclei."""
+    native = select_kernels("native").sampling
+    ways: dict[str, dict[str, Any]] = {
+        "greedy": {"temperature": 0.0},
+        "temperature": {"temperature": 0.7},
+        "temperature, top-p 0.95": {"temperature": 0.7, "top_p": 0.95},
+        "temperature, top-p 0.95, top-k 20": {"temperature": 0.7, "top_p": 0.95, "top_k": 20},
+        "greedy, 5 log-probabilities": {"temperature": 0.0, "num_logprobs": 5},
+    }
+    rows = []
+    for vocab_size in (163_840, 248_320):
+        logits = 3.0 * torch.randn(1, vocab_size)
+        for name, options in ways.items():
+            row = [SamplingRow(SamplingParams(seed=1, **options), 0)]
+            times = compare(
+                repetitions,
+                native=lambda logits=logits, row=row: sample_checked(logits, row, native),
+                reference=lambda logits=logits, row=row: sample_checked(logits, row),
+            )
+            rows.append({"vocab_size": vocab_size, "rule": name, **times})
+    return rows
+
+
 def report_sections(results: dict[str, list[Row]]) -> None:
     """Tables of the sections that were measured."""
     names = ["int8", "int4", "mxfp4"]
@@ -206,5 +232,20 @@ def report_sections(results: dict[str, list[Row]]) -> None:
                     r["tokens_per_s"],
                 ]
                 for r in results["gdn"]
+            ],
+        )
+    if results.get("sampling"):
+        print_table(
+            "Sampling, one row, microseconds",
+            ["vocabulary", "rule", "native", "reference", "ratio"],
+            [
+                [
+                    r["vocab_size"],
+                    r["rule"],
+                    r["native"] * 1e6,
+                    r["reference"] * 1e6,
+                    r["reference"] / r["native"],
+                ]
+                for r in results["sampling"]
             ],
         )

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from common import RESULTS, calibration_ms, console, print_machine, print_table, write_json
-from kernel_sections import measure_coded, measure_gdn, measure_gqa, report_sections
+from kernel_sections import measure_coded, measure_gdn, measure_gqa, measure_sampling, report_sections
 
 from milepost.core.plan import ZERO_STATE, ChunkPlan, SamplingParams, StepPlan, WorkerRequest
 from milepost.kernels import reference, reference_layers
@@ -396,6 +396,8 @@ def main() -> int:
             results["gdn"] = measure_gdn(compare, options.repetitions, recurrent_index)
             if native_library().has_coded_weights:
                 results["coded"] = measure_coded(compare, options.repetitions)
+            if native_library().samples:
+                results["sampling"] = measure_sampling(compare, options.repetitions)
     for directory in options.model:
         results[f"model {directory.name}"] = measure_model(directory, options.prompt_tokens, options.steps)
     report(results, bandwidth)

@@ -534,6 +534,7 @@ std::vector<Case> all_cases() {
     add("gdn" + end, [=](Report& r) { return recurrence(r, {2, 4, 16, 12, true, false}, type); });
     add("experts" + end, [=](Report& r) { return experts(r, type); });
   }
+  add_sampling(cases);
   return cases;
 }
 

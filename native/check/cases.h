@@ -21,5 +21,7 @@ struct Case {
 };
 
 std::vector<Case> all_cases();
+// Those of sampling.cpp, which all_cases has as well.
+void add_sampling(std::vector<Case>& cases);
 
 }  // namespace milepost::check

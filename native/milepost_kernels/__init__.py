@@ -12,9 +12,11 @@ from milepost_kernels._native import (
     embed,
     gdn_mixer,
     gqa_mixer,
+    gumbel_noise,
     isa,
     kda_mixer,
     linear,
+    log_probabilities,
     moe,
     num_threads,
     numerics_id,
@@ -23,6 +25,7 @@ from milepost_kernels._native import (
     pack_mxfp4,
     pack_parts,
     rms_norm,
+    sample,
     set_isa,
     set_num_threads,
     store_latents,
@@ -31,10 +34,10 @@ from milepost_kernels._native import (
 __version__ = "0.1.0"
 API_VERSION = 2
 """Raised with every change of a signature; Milepost refuses another one."""
-API_REVISION = 3
+API_REVISION = 4
 """Raised with every addition; Milepost does without what an older library lacks.
 
-1: coded weights; 2: expanded latents; 3: packing of stored parts, tapes.
+1: coded weights; 2: expanded latents; 3: packing of stored parts, tapes; 4: sampling.
 """
 
 __all__ = [
@@ -51,9 +54,11 @@ __all__ = [
     "embed",
     "gdn_mixer",
     "gqa_mixer",
+    "gumbel_noise",
     "isa",
     "kda_mixer",
     "linear",
+    "log_probabilities",
     "moe",
     "num_threads",
     "numerics_id",
@@ -62,6 +67,7 @@ __all__ = [
     "pack_mxfp4",
     "pack_parts",
     "rms_norm",
+    "sample",
     "set_isa",
     "set_num_threads",
     "store_latents",

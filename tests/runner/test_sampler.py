@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,16 +14,29 @@ from hypothesis import strategies as st
 
 from milepost.core.plan import SampledToken, SamplingParams
 from milepost.engine.constraints import packed_bits
-from milepost.runner.sampler import (
-    SamplingRow,
-    TokenHistory,
-    gumbel_noise,
-    noise_key,
-    sample,
-    unpacked_row,
-)
+from milepost.kernels.api import select_kernels
+from milepost.kernels.native_sampling import NativeSampling
+from milepost.runner import sampler
+from milepost.runner.sampler import SamplingRow, TokenHistory, gumbel_noise, noise_key, unpacked_row
 
 VOCAB = 37
+
+served_by: NativeSampling | None = None
+"""What samples in the tests of this file; they all run once with torch and once with the native library."""
+
+
+@pytest.fixture(scope="module", params=["torch", "native"], autouse=True)
+def both_implementations(request: pytest.FixtureRequest) -> Iterator[None]:
+    global served_by
+    served_by = select_kernels().sampling if request.param == "native" else None
+    if request.param == "native" and served_by is None:
+        pytest.skip("no native library that samples")
+    yield
+    served_by = None
+
+
+def sample(values: torch.Tensor, rows: list[SamplingRow]) -> list[SampledToken]:
+    return sampler.sample(values, rows, served_by)
 
 
 def logits(*rows: int) -> torch.Tensor:

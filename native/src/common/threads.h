@@ -29,7 +29,8 @@ inline __attribute__((always_inline)) T* scratch_of(int slot, int64_t count) {
 // Slots in use; a kernel that calls another must not share one with it.
 enum ScratchSlot : int {
   kPackedRows, kTile, kKeys, kValues, kScores, kWeights, kAccumulators, kKdaWork, kKdaState, kInitialStates,
-  kMoeOutput, kMoeInner, kMoeIndex, kQuery, kMixed, kStaged, kDecoded, kLatents, kExpanded, kSpans, kNumScratchSlots
+  kMoeOutput, kMoeInner, kMoeIndex, kQuery, kMixed, kStaged, kDecoded, kLatents, kExpanded, kSpans,
+  kBlockMaxima, kCandidates, kCandidateWeights, kNumScratchSlots
 };
 
 }  // namespace milepost

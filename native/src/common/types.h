@@ -226,6 +226,34 @@ struct EmbedArgs {
   int64_t rows;
 };
 
+// How one row is sampled; the rule is that of milepost/runner/sampler.py.
+struct SampleRule {
+  double temperature;  // 0: greedy, and the rest is not read
+  double log_min_p;    // -infinity: off
+  double top_p;        // 1: off
+  int64_t top_k;       // 0: off
+  uint64_t noise_key;
+};
+
+constexpr int64_t kMaxVocabulary = int64_t(1) << 22;  // sums of weights stay below 2^63
+
+struct SampleArgs {
+  Rows logits;  // fp32 [rows, vocabulary]
+  int64_t rows, vocabulary;
+  const SampleRule* rules;  // [rows]
+  int64_t* ids;             // [rows]; 0 where a row holds NaN or +infinity, or nothing but -infinity
+  char* finite;             // [rows]: neither NaN nor infinity
+};
+
+struct LogprobArgs {
+  Rows logits;  // fp32 [rows, vocabulary]
+  int64_t rows, vocabulary;
+  const int64_t* ids;  // [rows]
+  int64_t count;       // how many of the best to name
+  float* values;       // [rows, 1 + count]: of the id, then of the best, descending
+  int64_t* best;       // [rows, count]; equal logits: the lowest id first
+};
+
 // One implementation of everything, for one instruction set.
 struct KernelTable {
   const char* isa;
@@ -243,6 +271,9 @@ struct KernelTable {
   void (*gqa_end)(const GqaArgs&);
   void (*kda)(const KdaArgs&);
   void (*moe)(const MoeArgs&);
+  void (*sample)(const SampleArgs&);
+  void (*log_probabilities)(const LogprobArgs&);
+  void (*gumbel_noise)(uint64_t key, int64_t count, double* out);
 };
 
 }  // namespace milepost

@@ -1,4 +1,4 @@
-// All kernels for one instruction set; CMakeLists.txt compiles this file once per set.
+// All kernels for one instruction set; CMakeLists.txt compiles this file and sampling.cpp once per set.
 // Nothing here may instantiate a template of the standard library: the linker would keep one copy of
 // it for all paths, possibly the one with instructions this CPU lacks.
 #include "isa/attention.h"
@@ -6,6 +6,7 @@
 #include "isa/kda.h"
 #include "isa/moe.h"
 #include "isa/norms.h"
+#include "isa/sampling.h"
 
 #define MP_STRING_OF(name) #name
 #define MP_STRING(name) MP_STRING_OF(name)
@@ -40,7 +41,7 @@ uint32_t probe() {
 #endif
 }
 
-const KernelTable kernel_table = {MP_STRING(MP_ISA), kFused, probe, pack, pack_coded, linear, rms_norm, store_latents, attend, gqa_begin, gqa_end, kda, moe};
+const KernelTable kernel_table = {MP_STRING(MP_ISA), kFused, probe, pack, pack_coded, linear, rms_norm, store_latents, attend, gqa_begin, gqa_end, kda, moe, sample, log_probabilities, gumbel_noise};
 
 const KernelTable& table() { return kernel_table; }
 

@@ -95,6 +95,10 @@ NB_MODULE(_native, m) {
   m.def("moe", moe, "x"_a, "logits"_a, "bias"_a, "experts"_a, "experts_per_token"_a, "renormalize"_a, "scaling"_a,
         "shared"_a.none(), "residual"_a.none(), "out"_a);
   m.def("embed", embed, "ids"_a, "table"_a, "out"_a);
+
+  m.def("sample", sample, "logits"_a, "rules"_a);
+  m.def("log_probabilities", log_probabilities, "logits"_a, "ids"_a, "values"_a, "best"_a);
+  m.def("gumbel_noise", gumbel_noise, "key"_a, "count"_a);
 }
 
 }  // namespace milepost

@@ -27,4 +27,12 @@ void moe(nb::handle x, nb::handle logits, nb::handle bias, const Experts& expert
          bool renormalize, float scaling, nb::handle shared, nb::handle residual, nb::handle out);
 void embed(nb::handle ids, nb::handle table, nb::handle out);
 
+// rules: per row of logits None (greedy) or (temperature, log_min_p, top_p, top_k, noise_key).
+// Returns token ids, and per row whether it is finite.
+nb::tuple sample(nb::handle logits, nb::list rules);
+// values fp32 [rows, 1 + count]: of ids, then of the best; best int64 [rows, count]. Both are filled.
+void log_probabilities(nb::handle logits, nb::handle ids, nb::handle values, nb::handle best);
+// For tests: the noise of ids 0 to count - 1.
+nb::list gumbel_noise(uint64_t key, int64_t count);
+
 }  // namespace milepost

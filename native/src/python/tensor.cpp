@@ -80,9 +80,9 @@ void fill(Tensor& t, const DlTensor& d, unsigned dtypes) {
 }
 
 void check_layout(const Tensor& t, int inner_contiguous, int64_t item) {
-  int64_t dense = 1;
+  int64_t dense = 1;  // 0 behind an empty dimension: no stride matters
   for (int i = t.ndim - 1; i >= t.ndim - inner_contiguous; i--) {
-    if (t.shape[i] > 1 && t.strides[i] != dense)
+    if (t.shape[i] > 1 && dense > 0 && t.strides[i] != dense)
       bad_value(t.name, "must be contiguous in its last " + std::to_string(inner_contiguous) + " dimensions; call contiguous()");
     dense *= t.shape[i];
   }

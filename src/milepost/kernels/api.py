@@ -19,6 +19,7 @@ from milepost.kernels import reference_layers
 from milepost.kernels.arguments import KdaInputs, KdaParams, MoeParams
 from milepost.kernels.native import NativeOperations
 from milepost.kernels.native_library import CODED_REASON, EXPANDED_REASON, native_library
+from milepost.kernels.native_sampling import NativeSampling
 from milepost.kernels.tapes import StepTapes
 
 __all__ = [
@@ -57,6 +58,7 @@ class Kernels:
             expand latents.
         step_tapes: a new `StepTapes`, for who runs the same decoder over the same cache step after step; None
             where steps cannot be written down.
+        sampling: goes from logits to tokens; None where the runner's own torch does.
     """
 
     pack_linear: Callable[..., Any]
@@ -77,6 +79,7 @@ class Kernels:
     choices: tuple[KernelChoice, ...]
     numerics: str
     step_tapes: Callable[[], StepTapes | None]
+    sampling: NativeSampling | None
     exactness: str = EXACT
 
     @property
@@ -89,7 +92,7 @@ class Kernels:
 OPERATIONS: tuple[str, ...] = tuple(
     field.name
     for field in fields(Kernels)
-    if field.name not in ("choices", "numerics", "step_tapes", "exactness")
+    if field.name not in ("choices", "numerics", "step_tapes", "sampling", "exactness")
 )
 
 
@@ -142,4 +145,10 @@ def _reference_numerics() -> str:
 def _kernels(source: Any, implementation: str, reason: str, numerics: str) -> Kernels:
     choices = tuple(KernelChoice(name, implementation, reason) for name in OPERATIONS)
     operations = {name: getattr(source, name) for name in OPERATIONS}
-    return Kernels(**operations, choices=choices, numerics=numerics, step_tapes=source.step_tapes)
+    return Kernels(
+        **operations,
+        choices=choices,
+        numerics=numerics,
+        step_tapes=source.step_tapes,
+        sampling=source.sampling(),
+    )

@@ -20,6 +20,7 @@ from milepost.errors import ConfigError
 from milepost.kernels.arguments import KdaInputs, KdaParams, MoeParams
 from milepost.kernels.index import AttentionIndex, RecurrentIndex, RowSpan
 from milepost.kernels.native_library import CODED_REASON, NativeLibrary, packing_threads
+from milepost.kernels.native_sampling import NativeSampling
 from milepost.kernels.reference_coded import IntegerWeight, Matrix, Mxfp4Weight, read, stacked
 from milepost.kernels.reference_gdn import GdnInputs, GdnParams
 from milepost.kernels.reference_gqa import GqaInputs, GqaParams
@@ -132,6 +133,7 @@ class NativeOperations:
         self._has_coded = known.has_coded_weights
         self._packs_parts = known.packs_parts
         self._has_tapes = known.has_tapes
+        self._samples = known.samples
         self._threads = packing_threads()
         self._local = _PerThread()
 
@@ -189,6 +191,10 @@ class NativeOperations:
     def step_tapes(self) -> StepTapes | None:
         """See `Kernels.step_tapes`."""
         return StepTapes(self._library, self) if self._has_tapes else None
+
+    def sampling(self) -> NativeSampling | None:
+        """See `Kernels.sampling`."""
+        return NativeSampling(self._library) if self._samples else None
 
     def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         result = torch.empty(token_ids.shape[0], table.shape[1], dtype=table.dtype)

@@ -27,6 +27,8 @@ PARTS_REVISION = 3
 """Revision of the interface that brought packing of stored parts."""
 TAPE_REVISION = 3
 """Revision of the interface that brought tapes of steps."""
+SAMPLING_REVISION = 4
+"""Revision of the interface that brought sampling."""
 CODED_REVISION = 1
 """Revision of the interface that brought weights of few bits; one of an older library is 0."""
 CODED_REASON = (
@@ -64,6 +66,11 @@ class NativeLibrary:
     def has_tapes(self) -> bool:
         """Whether it can run a step that it has seen once more without Python in between."""
         return getattr(self.module, "API_REVISION", 0) >= TAPE_REVISION
+
+    @property
+    def samples(self) -> bool:
+        """Whether it goes from logits to tokens."""
+        return getattr(self.module, "API_REVISION", 0) >= SAMPLING_REVISION
 
 
 def packing_threads() -> int:

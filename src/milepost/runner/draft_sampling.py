@@ -25,6 +25,7 @@ from collections.abc import Sequence
 import torch
 
 from milepost.core.plan import COUPLED, GREEDY, SampledToken, SamplingParams
+from milepost.kernels.native_sampling import NativeSampling
 from milepost.runner.sampler import (
     SamplingRow,
     TokenHistory,
@@ -32,6 +33,7 @@ from milepost.runner.sampler import (
     log_weights,
     noise_key,
     sample,
+    token_of,
     uniform_noise,
     with_logprobs,
 )
@@ -50,29 +52,41 @@ class DraftSampler:
     """
 
     def __init__(
-        self, params: SamplingParams, output_position: int, history: TokenHistory | None, method: str
+        self,
+        params: SamplingParams,
+        output_position: int,
+        history: TokenHistory | None,
+        method: str,
+        native: NativeSampling | None = None,
     ) -> None:
         """
         Args:
             output_position: of the first draft, among the request's outputs.
             history: tokens before the first draft; needed if the parameters hold a penalty.
             method: `COUPLED` or `PROBABILISTIC`.
+            native: what tokens are sampled by.
         """
         self._params = params
         self.output_position = output_position
         self._history = history
         self._is_coupled = method == COUPLED
+        self._native = native
         self._drafts: list[int] = []
         self.probabilities: list[torch.Tensor] = []
 
     @classmethod
     def of(
-        cls, params: SamplingParams, output_position: int, history: TokenHistory | None, method: str
+        cls,
+        params: SamplingParams,
+        output_position: int,
+        history: TokenHistory | None,
+        method: str,
+        native: NativeSampling | None = None,
     ) -> DraftSampler | None:
         """None if the most likely drafts are wanted."""
         if method == GREEDY or params.temperature <= 0.0:
             return None
-        return cls(params, output_position, history, method)
+        return cls(params, output_position, history, method, native)
 
     def draw(self, logits: torch.Tensor) -> int:
         """The next draft.
@@ -85,11 +99,12 @@ class DraftSampler:
         if not self._is_coupled:
             logits = _without(logits, self._params.stop_token_ids)
         row = SamplingRow(self._params, place, history_at(self._history, self._drafts))
-        weights = log_weights(logits, row)
-        stream = 0 if self._is_coupled else DRAFT_STREAM
-        key = noise_key(self._params.seed, self._params.choice_index, place, stream)
-        draft = int((weights + gumbel_noise([key], weights.shape[0])[0]).argmax())
-        if not self._is_coupled:
+        if self._is_coupled:
+            draft = token_of(logits, row, self._native)
+        else:
+            weights = log_weights(logits, row)
+            key = noise_key(self._params.seed, self._params.choice_index, place, DRAFT_STREAM)
+            draft = int((weights + gumbel_noise([key], weights.shape[0])[0]).argmax())
             self.probabilities.append(torch.softmax(weights, dim=-1))
         self._drafts.append(draft)
         return draft
@@ -122,6 +137,7 @@ def verify_drawn(
     rows: Sequence[SamplingRow],
     drafts: Sequence[int],
     probabilities: Sequence[torch.Tensor],
+    native: NativeSampling | None = None,
 ) -> list[SampledToken]:
     """Accepted drafts, then one more token: the replacement of the first draft that was not, or a sample.
 
@@ -137,12 +153,12 @@ def verify_drawn(
         keys = (params.seed, params.choice_index, rows[place].output_position)
         chance = uniform_noise(noise_key(*keys, ACCEPT_STREAM))
         if chance * float(probabilities[place][draft]) < float(target[draft]):
-            sampled.append(with_logprobs(logits[place], draft, params))
+            sampled.append(with_logprobs(logits[place], draft, params, native))
             continue
         noise = gumbel_noise([noise_key(*keys)], logits.shape[1])[0]
         token = int((residual(target, probabilities[place]).log() + noise).argmax())
-        return [*sampled, with_logprobs(logits[place], token, params)]
-    return sampled + sample(logits[len(drafts) :], rows[len(drafts) :])
+        return [*sampled, with_logprobs(logits[place], token, params, native)]
+    return sampled + sample(logits[len(drafts) :], rows[len(drafts) :], native)
 
 
 def residual(target: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:

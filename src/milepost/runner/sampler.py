@@ -4,6 +4,10 @@ Order: penalties and bias, stop ids while too few tokens, ids that a grammar exc
 min-p, top-k, top-p, then argmax(logits + Gumbel noise). The noise of an entry depends on (seed, choice
 index, output position, token id) and on nothing else, so a sampled token depends neither on the batch
 nor on how the step was cut.
+
+From temperature on, and for log-probabilities, rows go through the native library where there is one.
+The torch here says what is right, and serves elsewhere. Both name the same tokens unless the two best
+noisy scores, or what two sides of a filter weigh, are equal but for roundings of fp64.
 """
 
 from __future__ import annotations
@@ -16,12 +20,16 @@ from dataclasses import dataclass, field
 import torch
 
 from milepost.core.plan import SampledToken, SamplingParams, ScoredToken
+from milepost.kernels.native_sampling import NativeSampling, SampleRule
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _NOISE_LANES = 64
+_LARGEST_UNIFORM = 1.0 - 2.0**-53
+_WEIGHT_ONE = 2.0**40
+"""Weight of the best token in top-p: weights are integers, so that no sum depends on its order."""
 
 
 @dataclass(slots=True)
@@ -48,29 +56,99 @@ class SamplingRow:
     allowed: torch.Tensor | None = None
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+def sample(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], native: NativeSampling | None = None
+) -> list[SampledToken]:
     """One token per row of `logits` (fp32 [rows, vocabulary], not changed).
 
     Equal maxima: the lowest id. Log-probabilities are those of the raw logits.
     """
-    raw = logits.unbind(0)
-    processed = [_processed(raw[number], row) for number, row in enumerate(rows)]
-    noisy = [number for number, row in enumerate(rows) if row.params.temperature > 0.0]
-    if noisy:
-        keys = [
-            noise_key(rows[n].params.seed, rows[n].params.choice_index, rows[n].output_position)
-            for n in noisy
-        ]
-        noise = gumbel_noise(keys, logits.shape[1])
-        for lane, number in enumerate(noisy):
-            processed[number] = _filtered(processed[number], rows[number].params) + noise[lane]
-    if all(row is unchanged for row, unchanged in zip(processed, raw, strict=True)):
-        token_ids = logits.argmax(-1).tolist()
-    else:
-        token_ids = [int(row.argmax()) for row in processed]
-    return [
-        with_logprobs(raw[number], token_id, rows[number].params) for number, token_id in enumerate(token_ids)
+    return sample_checked(logits, rows, native)[0]
+
+
+def sample_checked(
+    logits: torch.Tensor, rows: Sequence[SamplingRow | None], native: NativeSampling | None = None
+) -> tuple[list[SampledToken], list[bool]]:
+    """Tokens as from `sample`, and per row of `logits` whether it holds neither NaN nor infinity.
+
+    Args:
+        rows: one per row of `logits`; None = nothing is sampled there, and there is no token for it.
+    """
+    token_ids, finite = _tokens(logits, rows, native)
+    tokens = [
+        with_logprobs(logits[number], token_ids[number], row.params, native)
+        for number, row in enumerate(rows)
+        if row is not None
     ]
+    return tokens, finite
+
+
+def token_of(logits: torch.Tensor, row: SamplingRow, native: NativeSampling | None = None) -> int:
+    """The token id of one row, fp32 [vocabulary]."""
+    return _tokens(logits.unsqueeze(0), [row], native)[0][0]
+
+
+def _tokens(
+    logits: torch.Tensor, rows: Sequence[SamplingRow | None], native: NativeSampling | None
+) -> tuple[list[int], list[bool]]:
+    """Per row a token id, which means something where `rows` is not None, and whether it is finite."""
+    if native is not None:
+        return _native_tokens(logits, rows, native)
+    keys = [_key_of(row) for row in rows if row is not None and row.params.temperature > 0.0]
+    noise = iter(gumbel_noise(keys, logits.shape[1]))
+    token_ids = []
+    for values, row in zip(logits, rows, strict=True):
+        if row is None:
+            token_ids.append(0)
+        elif row.params.temperature > 0.0:
+            token_ids.append(int((log_weights(values, row) + next(noise)).argmax()))
+        else:
+            token_ids.append(int(_processed(values, row).argmax()))
+    return token_ids, _finite_rows(logits)
+
+
+def _native_tokens(
+    logits: torch.Tensor, rows: Sequence[SamplingRow | None], native: NativeSampling
+) -> tuple[list[int], list[bool]]:
+    """As `_tokens`. Rows that Python changes first take a call of their own."""
+    rules: list[SampleRule | None] = [None] * len(rows)
+    changed: dict[int, torch.Tensor] = {}
+    for number, row in enumerate(rows):
+        if row is not None:
+            rules[number] = _rule_of(row, logits.shape[1])
+            raw = logits[number]
+            processed = _processed(raw, row)
+            if processed is not raw:
+                changed[number] = processed
+    token_ids, finite = native.sample(
+        logits, [None if number in changed else rule for number, rule in enumerate(rules)]
+    )
+    if changed:
+        replaced, _ = native.sample(torch.stack(list(changed.values())), [rules[n] for n in changed])
+        for number, token_id in zip(changed, replaced, strict=True):
+            token_ids[number] = token_id
+    return token_ids, finite
+
+
+def _rule_of(row: SamplingRow, vocab_size: int) -> SampleRule | None:
+    params = row.params
+    if params.temperature <= 0.0:
+        return None
+    log_min_p = math.log(params.min_p) if params.min_p > 0.0 else -math.inf
+    top_k = params.top_k if 0 < params.top_k < vocab_size else 0
+    return SampleRule(params.temperature, log_min_p, params.top_p, top_k, _key_of(row))
+
+
+def _key_of(row: SamplingRow) -> int:
+    return noise_key(row.params.seed, row.params.choice_index, row.output_position)
+
+
+def _finite_rows(logits: torch.Tensor) -> list[bool]:
+    """A finite sum settles it; only huge values need a closer look."""
+    if bool(torch.isfinite(logits.sum(-1)).all()):
+        return [True] * logits.shape[0]
+    finite: list[bool] = torch.isfinite(logits).all(-1).tolist()
+    return finite
 
 
 def log_weights(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
@@ -139,26 +217,30 @@ def _penalised(logits: torch.Tensor, params: SamplingParams, history: TokenHisto
 
 
 def _filtered(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Temperature, then -inf for what min-p, top-k and top-p exclude; fp64. The best token always stays."""
-    scaled = logits.double() / params.temperature
+    """Temperature, then -inf for what the filters exclude; fp64, the best is 0 and always stays."""
+    scaled = (logits.double() - logits.max().double()) / params.temperature
     if params.min_p > 0.0:
-        floor = scaled.max() + math.log(params.min_p)
-        scaled = scaled.masked_fill(scaled < floor, -math.inf)
+        scaled = scaled.masked_fill(scaled < math.log(params.min_p), -math.inf)
     top_k = params.top_k if 0 < params.top_k < scaled.shape[0] else 0
     if not top_k and params.top_p >= 1.0:
         return scaled
     # Stable, so that equal logits are kept by lowest id.
-    ordered, order = torch.sort(scaled, descending=True, stable=True)
+    order = torch.sort(logits, descending=True, stable=True).indices
+    ordered = scaled[order]
     kept = top_k or scaled.shape[0]
     if params.top_p < 1.0:
-        before = torch.softmax(ordered[:kept], dim=-1).cumsum(-1)
-        kept = 1 + int((before[:-1] < params.top_p).sum())
+        reached = (ordered[:kept].exp() * _WEIGHT_ONE).round_().long().cumsum(-1)
+        total = int(reached[-1])
+        wanted = min(max(math.ceil(params.top_p * total), 1), total)
+        kept = 1 + int((reached[:-1] < wanted).sum())
     result = torch.full_like(scaled, -math.inf)
     result[order[:kept]] = ordered[:kept]
     return result
 
 
-def with_logprobs(logits: torch.Tensor, token_id: int, params: SamplingParams) -> SampledToken:
+def with_logprobs(
+    logits: torch.Tensor, token_id: int, params: SamplingParams, native: NativeSampling | None = None
+) -> SampledToken:
     """A sampled token with what was asked for besides.
 
     Args:
@@ -166,12 +248,15 @@ def with_logprobs(logits: torch.Tensor, token_id: int, params: SamplingParams) -
     """
     if params.num_logprobs is None:
         return SampledToken(token_id)
+    count = min(params.num_logprobs, logits.shape[0])
+    if native is not None:
+        values, best = native.log_probabilities(logits.unsqueeze(0), [token_id], count)
+        return SampledToken(token_id, values[0][0], list(zip(best[0], values[0][1:], strict=True)))
     logprobs = torch.log_softmax(logits, dim=-1)
     top: list[tuple[int, float]] = []
-    if params.num_logprobs > 0:
-        values, ids = torch.sort(logprobs, descending=True, stable=True)
-        count = min(params.num_logprobs, logprobs.shape[0])
-        top = list(zip(ids[:count].tolist(), values[:count].tolist(), strict=True))
+    if count > 0:
+        ids = torch.sort(logits, descending=True, stable=True).indices[:count]
+        top = list(zip(ids.tolist(), logprobs[ids].tolist(), strict=True))
     return SampledToken(token_id, float(logprobs[token_id]), top)
 
 
@@ -183,10 +268,10 @@ def score(logits: torch.Tensor, token_ids: Sequence[int], num_logprobs: int) -> 
     ranks = (logits > logits.gather(1, chosen)).sum(-1) + 1
     tops: list[list[tuple[int, float]]] = [[] for _ in token_ids]
     if num_logprobs > 0:
-        best, ids = torch.sort(logprobs, dim=-1, descending=True, stable=True)
-        count = min(num_logprobs, logprobs.shape[1])
-        for row, top in enumerate(tops):
-            top.extend(zip(ids[row, :count].tolist(), best[row, :count].tolist(), strict=True))
+        ids = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :num_logprobs]
+        best = logprobs.gather(1, ids)
+        for top, row_ids, row_best in zip(tops, ids.tolist(), best.tolist(), strict=True):
+            top.extend(zip(row_ids, row_best, strict=True))
     return [
         ScoredToken(token_id, value, rank, top)
         for token_id, value, rank, top in zip(
@@ -216,11 +301,11 @@ def noise_key(seed: int, choice_index: int, output_position: int, stream: int = 
 
 def uniform_noise(key: int) -> float:
     """One number, uniform in (0, 1)."""
-    return ((_mix((key + _GOLDEN) & _MASK64) >> 11) + 0.5) * 2.0**-53
+    return min(((_mix((key + _GOLDEN) & _MASK64) >> 11) + 0.5) * 2.0**-53, _LARGEST_UNIFORM)
 
 
 def gumbel_noise(keys: Sequence[int], vocab_size: int) -> torch.Tensor:
-    """Standard Gumbel noise, fp64 [keys, vocabulary]; entry (key, id) depends on nothing else."""
+    """Standard Gumbel noise, fp64 [keys, vocabulary], finite; entry (key, id) depends on nothing else."""
     # Full vector lanes everywhere: scalar tails of log may round differently.
     width = -(-vocab_size // _NOISE_LANES) * _NOISE_LANES
     counters = torch.arange(1, width + 1, dtype=torch.int64) * _signed(_GOLDEN)
@@ -228,7 +313,8 @@ def gumbel_noise(keys: Sequence[int], vocab_size: int) -> torch.Tensor:
     bits = (bits ^ _shift_right(bits, 30)) * _signed(_MIX_1)
     bits = (bits ^ _shift_right(bits, 27)) * _signed(_MIX_2)
     bits = bits ^ _shift_right(bits, 31)
-    uniform = (_shift_right(bits, 11).double() + 0.5) * 2.0**-53
+    # The largest rounds to 1, whose noise would be infinite.
+    uniform = ((_shift_right(bits, 11).double() + 0.5) * 2.0**-53).clamp_max_(_LARGEST_UNIFORM)
     return uniform.log_().neg_().log_().neg_()[:, :vocab_size]
 
 

@@ -33,7 +33,7 @@ from milepost.runner.draft_sampling import DraftSampler, verify_drawn
 from milepost.runner.drafters import DraftLane, DraftRunner, ProcessedRows, draft_runner
 from milepost.runner.expansion import with_expansion
 from milepost.runner.pools import PoolSet
-from milepost.runner.sampler import SamplingRow, TokenHistory, sample, score
+from milepost.runner.sampler import SamplingRow, TokenHistory, sample_checked, score
 from milepost.runner.verify import num_accepted, sampling_rows
 
 SCORED_LOGIT_BYTES = 32 << 20
@@ -278,9 +278,8 @@ class TorchWorker:
         is_all = batch.head_rows.shape[0] == hidden.shape[0]
         heads = hidden if is_all else hidden.index_select(0, batch.head_rows)
         logits = self._model.decoder.logits(heads)
-        finite = _finite_rows(logits)
-        lanes: list[int] = []
-        rows: list[SamplingRow] = []
+        native = self._model.kernels.sampling
+        rows: list[SamplingRow | None] = []
         drawn: dict[int, list[SampledToken]] = {}
         sampling: list[tuple[int, int]] = []
         lane = 0
@@ -296,15 +295,14 @@ class TorchWorker:
                 if probabilities:
                     drafts = array("I", chunk.draft_tokens)
                     chunk_logits = logits[lane : lane + num_rows]
-                    drawn[number] = verify_drawn(chunk_logits, chunk_rows, drafts, probabilities)
+                    drawn[number] = verify_drawn(chunk_logits, chunk_rows, drafts, probabilities, native)
                 else:
                     rows += chunk_rows
-                    lanes += range(lane, lane + num_rows)
+            rows += [None] * (lane + num_rows - len(rows))
             sampling.append((number, lane))
             lane += num_rows
-        tokens = iter(
-            sample(logits if len(lanes) == logits.shape[0] else logits[lanes], rows) if rows else ()
-        )
+        sampled_tokens, finite = sample_checked(logits, rows, native)
+        tokens = iter(sampled_tokens)
         failed = []
         for number, lane in sampling:
             chunk, result = plan.chunks[number], results[number]
@@ -394,7 +392,11 @@ class TorchWorker:
                 )
             self._check_drafted(chunk, state)
             state.sampler = DraftSampler.of(
-                state.sampling, chunk.output_position, state.history, chunk.draft_sampling
+                state.sampling,
+                chunk.output_position,
+                state.history,
+                chunk.draft_sampling,
+                self._model.kernels.sampling,
             )
             lanes.append(
                 DraftLane(
@@ -449,12 +451,3 @@ def _drawn_from(chunk: ChunkPlan, state: _RequestState) -> list[torch.Tensor]:
             f"not {chunk.output_position}"
         )
     return sampler.probabilities
-
-
-def _finite_rows(logits: torch.Tensor) -> list[bool]:
-    """Per row, whether it holds neither NaN nor infinity. A finite sum settles it; only huge values need a
-    closer look."""
-    if bool(torch.isfinite(logits.sum(-1)).all()):
-        return [True] * logits.shape[0]
-    finite: list[bool] = torch.isfinite(logits).all(-1).tolist()
-    return finite
