@@ -46,11 +46,6 @@ def preemptions(seed: int, cache_bytes: int, num_requests: int, num_drafts: int)
     return scheduler.cache.counters.num_preemptions
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="Scheduler.schedule plans drafts of a request before those behind it have reserved what they "
-    "need in the same step; one of these then preempts another. Drafts are to be planned when all have.",
-)
 @pytest.mark.parametrize(
     ("seed", "cache_bytes", "num_requests"), [(27 * 7, 43 << 10, 5), (41 * 7, 50 << 10, 4)]
 )

@@ -31,6 +31,15 @@ class Drafts:
 NO_DRAFTS = Drafts()
 
 
+@dataclass(slots=True)
+class PlannedChunk:
+    """A chunk in flight, and what is to happen when it is acknowledged."""
+
+    request: Request
+    chunk: ChunkPlan
+    end_reason: str | None
+
+
 def furnish_lease(
     lease: Lease, request: Request, marked_units: frozenset[int], cache: PrefixCache, match: Match
 ) -> None:

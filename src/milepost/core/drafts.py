@@ -9,10 +9,11 @@ could end.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from milepost.core import reasons
-from milepost.core.assembly import NO_DRAFTS, Drafts
+from milepost.core.assembly import NO_DRAFTS, Drafts, PlannedChunk
 from milepost.core.chunking import is_legal_export
 from milepost.core.hashing import token_bytes
 from milepost.core.lease import Lease, Reservation
@@ -25,6 +26,21 @@ from milepost.core.request import Request
 from milepost.core.speculation import DraftLengths, FixedLength
 from milepost.core.step_cost import StepShape
 from milepost.core.units import ceil_div, ceil_to, floor_div
+
+
+@dataclass(slots=True)
+class _Taken:
+    """What a chunk holds for its drafts.
+
+    Attributes:
+        num_units: that the page tables cover without them.
+        boundaries: positions of the checkpoints they may cross.
+        is_parted: the chunk writes another slot than the one it starts from.
+    """
+
+    num_units: int
+    boundaries: list[int] = field(default_factory=list)
+    is_parted: bool = False
 
 
 class DraftPlanner:
@@ -49,7 +65,8 @@ class DraftPlanner:
         self.lengths = lengths if lengths is not None else FixedLength()
         self.draft_sampling = draft_sampling
         self._spare_rows = 0
-        self._asked: list[int] = []
+        self._asked: dict[int, int] = {}
+        self._taken: dict[int, _Taken] = {}
         self._now = 0.0
 
     def begin_step(self, budget_rows: int, decoding: Sequence[Request], now: float) -> None:
@@ -60,7 +77,8 @@ class DraftPlanner:
             decoding: requests that decode in it.
         """
         self._spare_rows = floor_div(max(0, budget_rows - len(decoding)), 2)
-        self._asked = []
+        self._asked = {}
+        self._taken = {}
         self._now = now
         records = []
         for request in decoding:
@@ -98,7 +116,7 @@ class DraftPlanner:
         self._spare_rows -= count
         if tokens is not None:
             return Drafts(token_bytes(tokens[:count]))
-        self._asked.append(count)
+        self._asked[request.request_id] = count
         return Drafts(num_own=count, sampling=self.draft_sampling)
 
     def _reserve(self, cache: PrefixCache, request: Request, reservation: Reservation, end: int) -> int:
@@ -108,6 +126,7 @@ class DraftPlanner:
         every boundary that drafts may cross.
         """
         lease, start, unit = request.held_lease, request.num_processed, cache.match_unit
+        taken = self._taken[request.request_id] = _Taken(lease.num_units)
         if lease.page_tables and ceil_div(end, unit) > lease.num_units:
             pages = cache.take_pages(lease, ceil_div(end, unit), self._now)
             if pages is None:
@@ -124,6 +143,7 @@ class DraftPlanner:
                 break
         if end <= start + 1 or not _part(cache, lease, reservation, self._now):
             return start + 1
+        taken.is_parted = lease.previous is not None
         for boundary in range(ceil_to(start + 1, unit), min(last, end) + 1, unit):
             if boundary in lease.exports or (boundary == end and not cache.is_end_exported(lease, end)):
                 continue
@@ -132,7 +152,41 @@ class DraftPlanner:
                 # A chunk without drafts gets there next, and says so if it finds no room either.
                 return boundary - 1 if cache.is_end_exported(lease, boundary) else boundary
             lease.exports[boundary] = (slots, reasons.DECODE)
+            taken.boundaries.append(boundary)
         return end
+
+    def take_back(self, cache: PrefixCache, planned: Iterable[PlannedChunk]) -> bool:
+        """Give back what the drafts of this step hold: somebody needs it who would have it without them.
+
+        Args:
+            planned: of the step so far; these chunks go on without drafts.
+
+        Returns:
+            whether there was something.
+        """
+        taken_by, self._taken = self._taken, {}
+        for each in planned:
+            chunk, lease = each.chunk, each.request.held_lease
+            taken = taken_by.get(chunk.request_id)
+            if taken is None:
+                continue
+            num_more = lease.num_units - taken.num_units
+            for pool, table in enumerate(lease.page_tables):
+                for page in table[taken.num_units :]:
+                    cache.memory.release(pool, page)
+                del table[taken.num_units :]
+            chunk.new_pages = [pages[: len(pages) - num_more] for pages in chunk.new_pages]
+            for boundary in taken.boundaries:
+                cache.give_back_slots(lease.exports.pop(boundary)[0])
+            chunk.exports = [export for export in chunk.exports if export.position in lease.exports]
+            if taken.is_parted and lease.running is not None:
+                cache.give_back_running(lease.running)
+                lease.running, lease.previous = lease.previous, None
+                chunk.running_slots = lease.running or []
+            self._spare_rows += chunk.num_drafts
+            self._asked.pop(chunk.request_id, None)
+            chunk.set_drafts(b"")
+        return bool(taken_by)
 
     def note_step(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         """The step begun last took so long, from planning it to having its tokens.
@@ -154,7 +208,7 @@ class DraftPlanner:
             count = floor_div(len(verified_drafts(chunk, done)), TOKEN_BYTES)
             num_drafts += count
             num_replays += done.end < chunk.end + count
-        asked = self._asked
+        asked = self._asked.values()
         return StepShape(len(plan.chunks), num_drafts, num_replays, sum(asked), max(asked, default=0))
 
     def settle(

@@ -7,6 +7,7 @@ pool is discarded (given back to the operating system by the worker) when its by
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from milepost.core.plan import PoolDiscard
@@ -97,6 +98,11 @@ class Memory:
         entry.used.remove(record_id)
         heappush(entry.free, record_id)
         self.used_bytes -= entry.record_bytes
+
+    def release_each(self, pools: Sequence[int], record_ids: Sequence[int]) -> None:
+        """Give one record back to each of these pools; see `release`."""
+        for pool, record_id in zip(pools, record_ids, strict=True):
+            self.release(pool, record_id)
 
     def _discard_free(self, excess: int, wanted_pool: int) -> bool:
         """Discard free records of other pools worth `excess` bytes; all or nothing."""

@@ -449,7 +449,7 @@ class PrefixCache:
             self.keep_running(lease, reasons.FINISH, now)
         self._give_back_reserved(lease)
         if lease.running is not None:
-            self._give_back(self._running_pools, lease.running)
+            self.give_back_running(lease.running)
             lease.running = None
         first_own = lease.tip.depth
         for pool, table in enumerate(lease.page_tables):
@@ -475,18 +475,18 @@ class PrefixCache:
 
     def give_back_slots(self, slots: Sequence[int]) -> None:
         """Undo `take_slots`, or end what a checkpoint's slots were reserved for."""
-        self._give_back(self._checkpoint_pools, slots)
+        self.memory.release_each(self._checkpoint_pools, slots)
 
-    def _give_back(self, pools: Sequence[int], slots: Sequence[int]) -> None:
-        for pool, slot in zip(pools, slots, strict=True):
-            self.memory.release(pool, slot)
+    def give_back_running(self, slots: Sequence[int]) -> None:
+        """Undo `take_running`, or end what runs."""
+        self.memory.release_each(self._running_pools, slots)
 
     def _give_back_reserved(self, lease: Lease) -> None:
         exports, previous = lease.take_reserved()
         for slots in exports:
             self.give_back_slots(slots)
         if previous is not None:
-            self._give_back(self._running_pools, previous)
+            self.give_back_running(previous)
 
     # -- audit ---------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from milepost.config import CacheConfig, SchedulerConfig
@@ -21,6 +20,7 @@ from milepost.core.admission import SIBLING, fits, largest_request_tokens, what_
 from milepost.core.assembly import (
     NO_DRAFTS,
     Drafts,
+    PlannedChunk,
     build_chunk,
     build_start,
     furnish_lease,
@@ -42,7 +42,7 @@ from milepost.core.hashing import KeyChain
 from milepost.core.lease import Reservation
 from milepost.core.metrics import CoreStats
 from milepost.core.outcome import settle_chunk
-from milepost.core.plan import ChunkPlan, StepPlan, StepResult
+from milepost.core.plan import StepPlan, StepResult
 from milepost.core.prefix_cache import PrefixCache
 from milepost.core.queues import RequestQueue, is_background, last_behind, order_key
 from milepost.core.request import Request, RequestStatus, RequestUpdate
@@ -51,15 +51,6 @@ from milepost.core.stats import audit_requests, core_stats
 from milepost.core.transfers import Transfers
 from milepost.core.units import is_multiple
 from milepost.errors import ConfigError, RequestError
-
-
-@dataclass(slots=True)
-class _Planned:
-    """A chunk in flight, and what is to happen when it is acknowledged."""
-
-    request: Request
-    chunk: ChunkPlan
-    end_reason: str | None
 
 
 class Scheduler:
@@ -98,7 +89,7 @@ class Scheduler:
         self._background = BackgroundShare(config.background_share, self._grid, config.max_num_batched_tokens)
         self._num_steps = 0
         self._plan: StepPlan | None = None
-        self._planned: list[_Planned] = []
+        self._planned: list[PlannedChunk] = []
         self._planned_ids: set[int] = set()
         self._gone_on_worker: list[int] = []
         self._updates: list[RequestUpdate] = []
@@ -311,6 +302,8 @@ class Scheduler:
             if reservation is not None:
                 self.cache.confirm(lease, reservation)
                 return reservation
+            if self.drafts is not None and self.drafts.take_back(self.cache, self._planned):
+                continue
             victim = last_behind(request, self.running)
             if victim is None or victim.request_id in self._planned_ids:
                 return None
@@ -322,7 +315,7 @@ class Scheduler:
     ) -> int:  # fmt: skip
         chunk = build_chunk(request, request.held_lease, end, reservation, drafts)
         plan.chunks.append(chunk)
-        self._planned.append(_Planned(request, chunk, end_reason))
+        self._planned.append(PlannedChunk(request, chunk, end_reason))
         self._planned_ids.add(request.request_id)
         num_rows = chunk.last_row_end - chunk.start
         self._background.planned(request, num_rows)
