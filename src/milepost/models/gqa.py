@@ -54,6 +54,7 @@ class GqaLayer:
         self._inputs = loader.pack_linear(inputs, name=f"{name}.inputs", parts=parts)
         self._out = loader.pack_linear(loader.matrix("o_proj", width, hidden_size), name=f"{name}.out")
         self._params = _params(loader, spec, norm_offset)
+        self._stored = dataclasses.replace(self._params, num_heads=spec.num_kv_heads)
 
     def __call__(
         self,
@@ -77,7 +78,7 @@ class GqaLayer:
     def store(self, x: torch.Tensor, cache: CacheFields, index: AttentionIndex) -> None:
         """Stores the rows of x, after the input norm, in their pages, as a call would."""
         _, key, value = self._kernels.linear_parts(x, self._inputs)
-        store_keys_values(self._kernels, key, value, self._params, cache[self._layer, KEY_VALUE_FIELD], index)
+        store_keys_values(self._kernels, key, value, self._stored, cache[self._layer, KEY_VALUE_FIELD], index)
 
     def _with_open_gate(self, query: torch.Tensor) -> torch.Tensor:
         """[N, heads * head_dim] -> [N, heads * 2 * head_dim], a gate that lets everything through behind
@@ -96,11 +97,14 @@ def store_keys_values(
     pages: torch.Tensor,
     index: AttentionIndex,
 ) -> None:
-    """Stores what a mixer would: keys, normed and rotated, and values [N, kv heads * head_dim]."""
-    # The mixer needs as many queries as keys; nobody reads what comes of them.
+    """Stores what a mixer would: keys, normed and rotated, and values [N, kv heads * head_dim].
+
+    Args:
+        params: with as many query heads as key-value heads, the fewest that a mixer takes.
+    """
+    # Nobody reads what comes of the queries.
     unread = value.new_zeros(value.shape[0], 2 * value.shape[1])
-    alone = dataclasses.replace(params, num_heads=params.num_kv_heads)
-    kernels.gqa_mixer(GqaInputs(unread, key, value), alone, pages, index)
+    kernels.gqa_mixer(GqaInputs(unread, key, value), params, pages, index)
 
 
 def _params(loader: Loader, spec: GqaSpec, norm_offset: float) -> GqaParams:
