@@ -240,7 +240,7 @@ class ChainRunner:
             for place, ((number, start, end), span) in enumerate(zip(some, index.spans, strict=True)):
                 part = parts[number]
                 outputs[number][start - part.start :] = handed_on[span.first_row : span.end_row]
-                at = self._places(part.table, torch.arange(start, end))
+                at = int64_columns(*self._places(part.table, range(start, end)))
                 self._entries[module].index_put_(at, entries.rows(place, start, end))
         return outputs
 
@@ -272,7 +272,7 @@ class ChainRunner:
         """Zeros at a module's first positions, where it has no entry, so that pages have defined bytes."""
         for part in parts:
             if part.start < first:
-                at = self._places(part.table, torch.arange(part.start, min(first, part.end)))
+                at = int64_columns(*self._places(part.table, range(part.start, min(first, part.end))))
                 self._entries[module].index_put_(at, torch.zeros((), dtype=self._entries[module].dtype))
 
     def _in_pages(
@@ -290,17 +290,17 @@ class ChainRunner:
             spans.append(RowSpan(row, row + end - start, start - first))
             tables.append(part.table.pages(-(-end // self._unit)))
             token_ids += part.tokens[start - part.start : end - part.start]
-            for position in range(start, end):
-                pages.append(part.table[position // self._unit])
-                offsets.append(position % self._unit)
+            at = self._places(part.table, range(start, end))
+            pages += at[0]
+            offsets += at[1]
             row += end - start
-        ids, at, offset = int64_columns(token_ids, pages, offsets)
-        return ids, AttentionIndex(tuple(spans), tuple(tables), at, offset)
+        ids, page, offset = int64_columns(token_ids, pages, offsets)
+        return ids, AttentionIndex(tuple(spans), tuple(tables), page, offset)
 
-    def _places(self, table: PageTable, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Page and offset of every position."""
-        units = positions // self._unit
-        return table.pages(int(units[-1]) + 1).index_select(0, units), positions % self._unit
+    def _places(self, table: PageTable, positions: range) -> tuple[list[int], list[int]]:
+        """Pages and offsets of positions."""
+        pages = [table[position // self._unit] for position in positions]
+        return pages, [position % self._unit for position in positions]
 
 
 class _Proposals:
