@@ -127,5 +127,6 @@ def test_the_line_for_people() -> None:
     parts = "weights 2.0 GiB, workspace 1.0 GiB, cache 4.0 GiB, process 1.0 GiB"
     assert memory_line(plan()) == f"memory: {parts}; 8.0 GiB of 8.0 GiB (planted)"
     loading = plan(weights=GIB, reading=GIB)
-    assert memory_line(loading).startswith("memory: weights 1.0 GiB, reading them 1.0 GiB, workspace 1.0 GiB,")
+    expected = "memory: weights 1.0 GiB, reading them 1.0 GiB, workspace 1.0 GiB,"
+    assert memory_line(loading).startswith(expected)
     assert loading.total == plan().total

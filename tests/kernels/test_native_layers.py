@@ -179,6 +179,38 @@ def test_results_of_one_name_share_memory_and_grow() -> None:
         assert ops.linear(small, unnamed).data_ptr() != kept.data_ptr()
 
 
+def test_places_of_results() -> None:
+    with using(ISAS[-1]) as ops:
+        weight = ops.pack_linear(randn(6, 4), name="a", parts=(2, 4))
+        x, residual = randn(2, 4, seed=1), randn(2, 6, seed=2)
+        untouched = residual.clone()
+        added = ops.linear(x, weight, residual=residual, place="")
+        assert same_bits(residual, untouched) and added.data_ptr() != residual.data_ptr()
+        assert same_bits(added, ops.linear(x, weight, residual=residual)) and same_bits(added, residual)
+        kept = [torch.cat(ops.linear_parts(x * n, weight, place=f"kept {n}"), dim=1) for n in (1, 2)]
+        first, second = (ops.linear(x * n, weight, place=f"kept {n}") for n in (1, 2))
+        ops.linear(x * 3, weight)
+        assert same_bits(first, kept[0]) and same_bits(second, kept[1])
+        assert ops.linear(x * 4, weight, place="kept 1").data_ptr() == first.data_ptr()
+        assert ops.linear(x, weight, place="").data_ptr() != ops.linear(x, weight).data_ptr()
+
+
+def test_norms_into_columns_of_somebody_else() -> None:
+    with using(ISAS[-1]) as ops:
+        x, weight = randn(3, 8), randn(8, seed=1)
+        wide = torch.full((3, 24), float("nan"))
+        assert same_bits(ops.rms_norm(x, weight, 1e-5, out=wide[:, 8:16]), ops.rms_norm(x, weight, 1e-5))
+        assert wide[:, :8].isnan().all() and wide[:, 16:].isnan().all()
+
+
+def test_buffers_of_small_calls_are_one() -> None:
+    """Tapes of all numbers of rows keep the same memory."""
+    with using(ISAS[-1]) as ops:
+        weight = ops.pack_linear(randn(6, 4), name="a")
+        places = {ops.linear(randn(rows, 4), weight).data_ptr() for rows in (1, 2, 7, 32)}
+        assert len(places) == 1
+
+
 def test_parts_of_unnamed_results_are_those_of_the_call() -> None:
     with using(ISAS[-1]) as ops:
         one, other = (ops.pack_linear(randn(6, 4, seed=seed), parts=(2, 4)) for seed in (1, 2))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from milepost.kernels.native import NativeOperations
 from milepost.kernels.native_library import native_library
 from milepost.kernels.tapes import MAX_TAPE_ROWS, StepTapes
 from milepost.models import LoadedModel
+from milepost.models.inputs import LayerTaps, StepRows
 
 if not native_library().has_tapes:
     pytest.skip("the native library is older than tapes", allow_module_level=True)
@@ -75,12 +77,22 @@ def test_a_known_number_of_rows_needs_no_operation(
     forward = driver.model.decoder.forward
     calls: list[int] = []
     monkeypatch.setattr(
-        driver.model.decoder, "forward", lambda inputs, cache: calls.append(1) or forward(inputs, cache)
+        driver.model.decoder, "forward", lambda *arguments: calls.append(1) or forward(*arguments)
     )
     for count in (1, 1, 2, 1, 2, MAX_TAPE_ROWS - 20, 1):
         driver.run(driver.plan((request, count), sample=False))
     assert len(calls) == 3, "once for every number of rows"
     driver.worker.close()
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a step of a test gives."""
+
+    all: tuple[torch.Tensor, ...]
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.all
 
 
 class Steps:
@@ -101,21 +113,22 @@ class Steps:
         y = self.between(self.ops.rms_norm(x, self.norm, 1e-6))
         return self.ops.linear(y, self.weight, residual=x)
 
-    def run(self, *ids: int) -> torch.Tensor:
+    def run(self, *ids: int, kind: str = "") -> torch.Tensor:
+        """A copy: what a tape gives is valid until the next step."""
         tensor = torch.tensor(ids)
-        return self.tapes.run(lambda: self.step(tensor), tensor, None, None)
+        [result] = self.tapes.run(lambda: Outputs((self.step(tensor),)), kind, tensor, None, None).all
+        return result.clone()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_results_are_the_callers_own(dtype: torch.dtype) -> None:
+def test_every_kind_and_number_of_rows_has_a_tape(dtype: torch.dtype) -> None:
     steps = Steps(dtype, lambda x: x)
-    first, second = steps.run(3, 4), steps.run(5, 6)
-    kept = second.clone()
-    third = steps.run(7, 8)
-    assert steps.calls == 1
-    assert same_bits(second, kept)
-    for ids, result in (((3, 4), first), ((5, 6), second), ((7, 8), third)):
-        assert same_bits(result, Steps(dtype, lambda x: x).step(torch.tensor(ids)))
+    ids = [(3, 4), (5, 6), (7,), (8, 9), (1,), (2, 3)]
+    kinds = ["a", "a", "a", "b", "a", "b"]
+    results = [steps.run(*some, kind=kind) for some, kind in zip(ids, kinds, strict=True)]
+    assert steps.calls == 3
+    for some, result in zip(ids, results, strict=True):
+        assert same_bits(result, Steps(dtype, lambda x: x).step(torch.tensor(some)))
 
 
 @pytest.mark.parametrize(
@@ -142,6 +155,125 @@ def test_a_result_that_torch_made_leaves_no_tape() -> None:
     run = steps.step
     steps.step = lambda ids: run(ids) + 1.0  # type: ignore[method-assign]
     assert not same_bits(steps.run(1, 2), steps.run(3, 4)) and steps.calls == 2
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_every_output_must_be_written_by_a_call(place: int) -> None:
+    """A tape would give the copy of an earlier step."""
+    steps = Steps(torch.float32, lambda x: x)
+
+    def run(ids: torch.Tensor) -> Outputs:
+        x = steps.step(ids)
+        outputs = [x, steps.ops.linear(x, steps.weight), steps.ops.linear(x, steps.weight)]
+        outputs[place] = outputs[place].clone()
+        return Outputs(tuple(outputs))
+
+    calls: list[int] = []
+    for number in range(3):
+        ids = torch.tensor([number, 9 - number])
+        expected = [tensor.clone() for tensor in run(ids).all]
+        found = steps.tapes.run(lambda ids=ids: calls.append(1) or run(ids), "", ids, None, None)
+        assert all(same_bits(left, right) for left, right in zip(found.all, expected, strict=True))
+    assert len(calls) == 3
+
+
+# -- taps ------------------------------------------------------------------------------------------
+
+
+def rows_of_steps(
+    driver: Driver, layers: tuple[int, ...], counts: Sequence[int], *, sample: bool = True
+) -> list[torch.Tensor]:
+    """Hidden states, taps and, if sampled, logits of steps of one request, as many rows as `counts` say."""
+    tokens = random_tokens(sum(counts) + 1, driver.model.vocab_size, 5)
+    request = driver.sequence(tokens, 0)
+    found = []
+    for count in counts:
+        with driver.watched(layers) as seen:
+            driver.run(driver.plan((request, count), sample=sample))
+        found += [tensor.clone() for rows in seen for tensor in rows.tensors()]
+    return found
+
+
+TAPPED = {"kimi_linear": (0, 2), "qwen3_5": (1, 3), "kimi_k3": (0, 3)}
+"""The first, one in between, and the last layer, which is the result as well."""
+COUNTS = (40, 1, 1, 2, 5, 1, 2, 31, 32, 33, 32, 31, 5, 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", sorted(TAPPED))
+def test_tapes_change_no_bit_of_taps(
+    layout: str, dtype: str, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shelf.model(layout, dtype=dtype)
+    layers = TAPPED[layout]
+    driver = fresh(model)
+    taped = rows_of_steps(driver, layers, COUNTS)
+    other: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: other.extend(rows_of_steps(driver, layers, COUNTS)))
+    thread.start()
+    thread.join()
+    again = rows_of_steps(driver, layers, COUNTS)
+    without_taps = rows_of_steps(driver, (), COUNTS)
+    driver.worker.close()
+    monkeypatch.setattr(tapes, "MAX_TAPE_ROWS", 0)
+    called_driver = fresh(model)
+    called = rows_of_steps(called_driver, layers, COUNTS)
+    assert len(called) == len(COUNTS) * 3 + COUNTS.count(1)
+    for found in (taped, other, again):
+        assert len(found) == len(called)
+        assert all(same_bits(left, right) for left, right in zip(found, called, strict=True))
+    no_taps = rows_of_steps(called_driver, (), COUNTS)
+    assert all(same_bits(left, right) for left, right in zip(without_taps, no_taps, strict=True))
+    # Taps are not each other, nor the result.
+    assert all(not same_bits(a, b) for a, b in zip(called[0], called[1:3], strict=False))
+    called_driver.worker.close()
+
+
+@pytest.mark.parametrize("layout", NATIVE_FAMILIES)
+def test_steps_with_taps_are_tapes(layout: str, shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = fresh(shelf.model(layout))
+    forward = driver.model.decoder.forward
+    calls: list[int] = []
+    monkeypatch.setattr(
+        driver.model.decoder, "forward", lambda *arguments: calls.append(1) or forward(*arguments)
+    )
+    rows_of_steps(driver, TAPPED[layout], (1, 1, 2, 1, 2, 32, 1, 32))
+    assert len(calls) == 3
+    driver.worker.close()
+
+
+def copies_taps(patch: pytest.MonkeyPatch) -> None:
+    """Taps that torch copies, as if the tape did it: those of later steps are those of the first one."""
+    keep = LayerTaps.keep
+    patch.setattr(LayerTaps, "keep", lambda self, layer, x: keep(self, layer, x.clone()))
+
+
+def forgets_to_check(patch: pytest.MonkeyPatch) -> None:
+    copies_taps(patch)
+    patch.setattr(StepRows, "tensors", lambda self: (self.hidden,))
+
+
+@pytest.mark.parametrize("fault", [copies_taps, forgets_to_check])
+def test_a_stale_tap_is_noticed(fault: Any, shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies are no calls of the kernels: they leave no tape. Where nobody looks, taps are those of an
+    earlier step, which comparing shows."""
+    model, counts = shelf.model("qwen3_5"), (1, 1, 2, 2)
+
+    def taps(driver: Driver) -> list[torch.Tensor]:
+        tokens = random_tokens(7, driver.model.vocab_size, 5)
+        request, found = driver.sequence(tokens, 0), []
+        for count in counts:
+            with driver.watched((0, 2)) as seen:
+                driver.run(driver.plan((request, count), sample=False))
+            found.append(seen[0].joined_taps)
+        return found
+
+    expected = taps(fresh(model))
+    with monkeypatch.context() as patch:
+        fault(patch)
+        found = taps(fresh(model))
+    equal = [same_bits(left, right) for left, right in zip(found, expected, strict=True)]
+    assert equal == ([True] * 4 if fault is copies_taps else [True, False, True, False])
 
 
 def test_a_step_that_failed_is_tried_again() -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -292,20 +293,26 @@ def blocks_one_position_on(case: Case, patch: pytest.MonkeyPatch) -> None:
 
 
 def entries_not_rotated(case: Case, patch: pytest.MonkeyPatch) -> None:
-    rotate = Rotary.__call__
+    turns, store = Rotary.turns, dflash.store_keys_values
 
-    def only_blocks(self: Rotary, x: Any, positions: Any) -> Any:
-        return rotate(self, x, positions if int(positions[0]) == LENGTH else torch.zeros_like(positions))
+    def only_blocks(self: Rotary, positions: Any) -> Any:
+        return turns(self, positions if int(positions[0]) == LENGTH else torch.zeros_like(positions))
 
-    patch.setattr(Rotary, "__call__", only_blocks)
+    def unrotated(kernels: Any, key: Any, value: Any, params: Any, pages: Any, index: Any) -> None:
+        frequencies = torch.zeros_like(params.inverse_frequencies)
+        params = dataclasses.replace(params, inverse_frequencies=frequencies)
+        store(kernels, key, value, params, pages, index)
+
+    patch.setattr(Rotary, "turns", only_blocks)
+    patch.setattr(dflash, "store_keys_values", unrotated)
 
 
 def context_not_normed(case: Case, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(case.drafts.backbone, "_context_norm", lambda x: x)
+    patch.setattr(case.drafts.backbone, "_context_norm", SimpleNamespace(new=lambda x: x))
 
 
 def rows_not_normed(case: Case, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(case.drafts.backbone, "_norm", lambda x: x)
+    patch.setattr(case.drafts.backbone, "_norm", SimpleNamespace(new=lambda x: x))
 
 
 def another_mask_token(case: Case, patch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ def taps_of(bare: LoadedModel, layers: Sequence[int], tokens: Sequence[int]) -> 
         Driver(bare, match_unit=UNIT, cache_bytes=8 << 20).decoder_states(tokens)
     finally:
         del bare.decoder.forward
-    return taps.rows
+    return torch.cat(taps.kept, dim=-1)
 
 
 def expected_drafts(model: LoadedModel, tokens: Sequence[int], taps: torch.Tensor) -> list[int]:
@@ -309,8 +309,8 @@ def blocks_see_an_entry_too_few(patch: pytest.MonkeyPatch) -> None:
 def taps_of_the_layer_behind(patch: pytest.MonkeyPatch) -> None:
     keep = LayerTaps.keep
 
-    def late(self: LayerTaps, layer: int, x: torch.Tensor) -> None:
-        keep(self, layer - 1, x)
+    def late(self: LayerTaps, layer: int, x: torch.Tensor) -> bool:
+        return keep(self, layer - 1, x)
 
     patch.setattr(LayerTaps, "keep", late)
 

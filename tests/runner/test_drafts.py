@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,10 @@ from tests.support.families import FAMILIES, Shelf
 from milepost.core.plan import SamplingParams
 from milepost.core.request import Request
 from milepost.errors import WorkerError
+from milepost.kernels.index import MixerRecord
+from milepost.kernels.tapes import MAX_TAPE_ROWS
 from milepost.models.hybrid import HybridDecoder
+from milepost.models.inputs import StepInputs
 from milepost.models.loading import LoadedModel
 from milepost.runner import worker as worker_module
 
@@ -90,6 +94,31 @@ def test_a_chunk_with_drafts_cannot_run_in_place(shelf: Shelf) -> None:
         engine.worker.execute(plan)
 
 
+@pytest.mark.parametrize("name", ["kimi_linear", "qwen3_5"])
+def test_steps_with_drafts_are_tapes(shelf: Shelf, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = shelf.model(name)
+    if model.kernels.step_tapes() is None:
+        pytest.skip("steps cannot be written down here")
+    plain = Engine(model)
+    plain.converse()
+    steps: Counter[tuple[int, bool]] = Counter()
+    forward = model.decoder.forward
+
+    def counted(inputs: StepInputs, *rest: Any) -> Any:
+        assert inputs.recurrent is not None
+        steps[inputs.token_ids.shape[0], inputs.recurrent.record is not None] += 1
+        return forward(inputs, *rest)
+
+    monkeypatch.setattr(model.decoder, "forward", counted)
+    engine = Engine(model, drafter=KnownAnswers(plain.tokens, model.vocab_size, 0.5), num_drafts=3)
+    engine.converse()
+    assert engine.tokens == plain.tokens
+    small = {key: count for key, count in steps.items() if key[0] <= MAX_TAPE_ROWS}
+    assert any(drafted for _, drafted in small)
+    # A kind of step is called once where every row has a head, and once where not.
+    assert max(small.values()) <= 2
+
+
 @pytest.mark.parametrize("name", ["kimi_linear", "qwen3_next"])
 def test_kernels_in_plain_torch(shelf: Shelf, name: str) -> None:
     """Rows of drafts go token by token there, also where a query of that length would not."""
@@ -131,6 +160,11 @@ def one_row_too_many(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(worker_module, "replay_index", longer)
 
 
+def recorded_in_shared_buffers(patch: pytest.MonkeyPatch) -> None:
+    """What is kept of every layer is what the last one read."""
+    patch.setattr(MixerRecord, "buffers", lambda self, layer, *names: [None] * len(names))
+
+
 def positions_of_noise_shifted(patch: pytest.MonkeyPatch) -> None:
     """Every row is sampled with the noise of the first."""
     rows = worker_module.sampling_rows
@@ -151,7 +185,14 @@ def penalties_without_drafts(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "plant",
-    [no_replay, one_layer_left_out, one_row_too_many, positions_of_noise_shifted, penalties_without_drafts],
+    [
+        no_replay,
+        one_layer_left_out,
+        one_row_too_many,
+        recorded_in_shared_buffers,
+        positions_of_noise_shifted,
+        penalties_without_drafts,
+    ],
 )
 def test_planted_bugs_change_answers_or_records(
     shelf: Shelf, plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

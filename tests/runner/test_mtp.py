@@ -494,9 +494,9 @@ def accepted_rows_forgotten(patch: pytest.MonkeyPatch) -> None:
 def entries_in_the_next_place(patch: pytest.MonkeyPatch) -> None:
     places = ChainRunner._places
 
-    def next_place(self: ChainRunner, table: Any, positions: torch.Tensor) -> Any:
+    def next_place(self: ChainRunner, table: Any, positions: range) -> Any:
         pages, offsets = places(self, table, positions)
-        return pages, (offsets + 1) % UNIT
+        return pages, [(offset + 1) % UNIT for offset in offsets]
 
     patch.setattr(ChainRunner, "_places", next_place)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +19,7 @@ from milepost.core.plan import (
     StepResult,
     WorkerRequest,
 )
-from milepost.models.inputs import LayerTaps
+from milepost.models.inputs import StepRows
 from milepost.models.loading import LoadedModel
 from milepost.runner.batch import Batch
 from milepost.runner.worker import TorchWorker
@@ -171,21 +172,28 @@ class Driver:
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Executes a plan and returns the logits of all its rows, fp32 [rows, vocabulary]."""
-        seen: list[torch.Tensor] = []
+        with self.watched() as seen:
+            self.worker.execute(plan)
+        with torch.inference_mode():
+            return self.model.decoder.logits(seen[0].hidden).clone()
+
+    @contextmanager
+    def watched(self, layers: Sequence[int] = ()) -> Iterator[list[StepRows]]:
+        """What the decoder computes of the rows of every step; `layers`, if given, are tapped instead of what
+        a drafter reads."""
+        seen: list[StepRows] = []
         original = self.worker.hidden_states
 
-        def spy(plan: StepPlan, taps: LayerTaps | None = None) -> tuple[Batch, torch.Tensor]:
-            batch, hidden = original(plan, taps)
-            seen.append(hidden)
-            return batch, hidden
+        def spy(plan: StepPlan, tap_layers: tuple[int, ...] = ()) -> tuple[Batch, StepRows]:
+            batch, rows = original(plan, tuple(layers) or tap_layers)
+            seen.append(rows)
+            return batch, rows
 
         self.worker.hidden_states = spy  # type: ignore[method-assign]
         try:
-            self.worker.execute(plan)
+            yield seen
         finally:
             self.worker.hidden_states = original  # type: ignore[method-assign]
-        with torch.inference_mode():
-            return self.model.decoder.logits(seen[0]).clone()
 
     def run(self, plan: StepPlan) -> StepResult:
         return self.worker.execute(plan)
@@ -193,21 +201,9 @@ class Driver:
     def decoder_states(self, tokens: Sequence[int], layers: Sequence[int] = ()) -> torch.Tensor:
         """Hidden states of all positions, from one pass of a new request; or, if layers are named, their
         outputs side by side."""
-        seen: list[torch.Tensor] = []
-        original = self.worker.hidden_states
-
-        def spy(plan: StepPlan, taps: LayerTaps | None = None) -> tuple[Batch, torch.Tensor]:
-            own = LayerTaps(layers) if layers else taps
-            batch, hidden = original(plan, own)
-            seen.append(own.rows if layers and own is not None else hidden.clone())
-            return batch, hidden
-
-        self.worker.hidden_states = spy  # type: ignore[method-assign]
-        try:
+        with self.watched(layers) as seen:
             self.run(self.plan((self.sequence(tokens, 0), len(tokens)), sample=False))
-        finally:
-            self.worker.hidden_states = original  # type: ignore[method-assign]
-        return seen[0]
+        return seen[0].joined_taps if layers else seen[0].hidden.clone()
 
     def state(self, slot: int) -> dict[tuple[int, str], torch.Tensor]:
         """Copies of all fields of one slot of a running state."""

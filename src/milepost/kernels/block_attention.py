@@ -61,7 +61,6 @@ def attend_block(
     # [G, R * heads per group, K]; row r of the block is rows [r * share, (r + 1) * share).
     share = num_heads // num_groups
     rows = query.view(num_rows, num_groups, share, -1).transpose(0, 1).reshape(num_groups, -1, query.shape[2])
-    first_seen = torch.tensor(context.first_seen).repeat_interleave(share)
     hidden = None
     if is_causal:
         places = torch.arange(num_rows)
@@ -78,6 +77,7 @@ def attend_block(
         stored = context.pages.index_select(0, table).flatten(0, 1)[: end - start]
         hidden = None
         if start < context.first_seen[-1]:
+            first_seen = torch.tensor(context.first_seen).repeat_interleave(share)
             hidden = torch.arange(start, end) < first_seen.unsqueeze(1)
         parts.add(*split(stored), hidden)
     result = parts.result().view(num_groups, num_rows, share, -1).transpose(0, 1)
@@ -90,26 +90,29 @@ class _Softmax:
     def __init__(self, rows: torch.Tensor, scale: float) -> None:
         self._rows = rows
         self._scale = scale
-        self._highest = rows.new_full((*rows.shape[:2], 1), -torch.inf)
-        self._total = torch.zeros_like(self._highest)
-        self._mixed: torch.Tensor | None = None
+        self._sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        """Highest score, sum of the weights and weighted sum of the values so far."""
 
     def add(self, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor | None) -> None:
         """keys [T, G, K], values [T, G, V]; hidden bool [rows, T]."""
         scores = torch.matmul(self._rows, keys.permute(1, 2, 0).contiguous()).mul_(self._scale)
         if hidden is not None:
             scores.masked_fill_(hidden, -torch.inf)
-        highest = torch.maximum(self._highest, scores.amax(-1, keepdim=True))
+        highest = scores.amax(-1, keepdim=True)
+        if self._sums is not None:
+            highest = torch.maximum(self._sums[0], highest)
         weights = torch.exp(scores.sub_(highest))
         mixed = torch.matmul(weights, values.transpose(0, 1).contiguous())
-        if self._mixed is not None:
-            kept = torch.exp(self._highest - highest)
-            self._total = self._total * kept
-            mixed += self._mixed * kept
-        self._total = self._total + weights.sum(-1, keepdim=True)
-        self._highest, self._mixed = highest, mixed
+        total = weights.sum(-1, keepdim=True)
+        if self._sums is not None:
+            known, known_total, known_mixed = self._sums
+            kept = torch.exp(known - highest)
+            total = known_total * kept + total
+            mixed += known_mixed * kept
+        self._sums = highest, total, mixed
 
     def result(self) -> torch.Tensor:
         """fp32 [G, rows, V]."""
-        assert self._mixed is not None
-        return self._mixed / self._total
+        assert self._sums is not None
+        _, total, mixed = self._sums
+        return mixed / total

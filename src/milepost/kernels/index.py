@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from milepost.core.plan import ZERO_STATE
 
 
-@dataclass(frozen=True, slots=True)
-class RowSpan:
-    """Rows [first_row, end_row) of a step hold tokens [position, position + length) of one sequence."""
+class RowSpan(NamedTuple):
+    """Rows [first_row, end_row) of a step hold tokens [position, position + length) of one sequence.
+
+    A tuple, which native kernels take as it is.
+    """
 
     first_row: int
     end_row: int
@@ -46,29 +50,71 @@ class AttentionIndex:
     write_offsets: torch.Tensor
     expanded: frozenset[int] = frozenset()
 
+    @classmethod
+    def of(
+        cls,
+        spans: Sequence[RowSpan],
+        page_tables: Sequence[torch.Tensor],
+        write_pages: Sequence[int],
+        write_offsets: Sequence[int],
+    ) -> AttentionIndex:
+        """The same of numbers, at least one row."""
+        pages, offsets = int64_columns(write_pages, write_offsets)
+        return cls(tuple(spans), tuple(page_tables), pages, offsets)
+
+
+def int64_columns(*columns: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """int64 tensors of as many numbers each, at least one, in one piece of memory: what a small tensor costs
+    is making it."""
+    numbers = array("q")
+    for column in columns:
+        numbers.extend(column)
+    return torch.frombuffer(numbers, dtype=torch.int64).chunk(len(columns))
+
 
 class MixerRecord:
     """What recurrent mixers read at some rows of a step, kept so that some of these can be run again.
 
     Attributes:
-        rows: int64, the rows of the step that are kept.
+        keeps_all: inputs are kept as they are, with all rows of the step, and must lie in `buffers`. Else the
+            rows are copied.
+        inputs: of every layer so far.
     """
 
-    def __init__(self, rows: torch.Tensor) -> None:
-        self.rows = rows
-        self._inputs: dict[int, tuple[torch.Tensor, ...]] = {}
+    def __init__(self, rows: Sequence[int], *, keeps_all: bool) -> None:
+        """
+        Args:
+            rows: those that may be run again, ascending.
+        """
+        self.keeps_all = keeps_all
+        self.inputs: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._rows = rows
+
+    def buffers(self, layer: int, *names: str) -> list[str | None]:
+        """Places of products (`reference_layers.linear`) that keep their results until the next step."""
+        return [f"recorded.{layer}.{name}" if self.keeps_all else None for name in names]
 
     def keep(self, layer: int, inputs: Iterable[torch.Tensor]) -> None:
-        """Copies the rows of every input of a layer; buffers of kernels live only until the next call."""
-        self._inputs[layer] = tuple(x.index_select(0, self.rows) for x in inputs)
+        """Keeps the inputs of a layer."""
+        if self.keeps_all:
+            self.inputs[layer] = tuple(inputs)
+        else:
+            self.inputs[layer] = tuple(x.index_select(0, self._row_numbers) for x in inputs)
 
-    def take(self, layer: int, kept: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The inputs of a layer again; `kept` int64 counts within `rows`."""
-        return tuple(x.index_select(0, kept) for x in self._inputs[layer])
+    def places(self, rows: Sequence[int]) -> torch.Tensor:
+        """int64, where rows of the step are in what is kept."""
+        return _int64(rows if self.keeps_all else [self._rows.index(row) for row in rows])
+
+    def take(self, layer: int, places: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Rows of the inputs of a layer again."""
+        return tuple(x.index_select(0, places) for x in self.inputs[layer])
+
+    @functools.cached_property
+    def _row_numbers(self) -> torch.Tensor:
+        return _int64(self._rows)
 
 
-@dataclass(frozen=True, slots=True)
-class StateExportIndex:
+class StateExportIndex(NamedTuple):
     """The state after `offset` rows of sequence `sequence` (1 <= offset <= its length) goes to `slot`."""
 
     sequence: int
@@ -158,7 +204,7 @@ class RecurrentIndex:
     @property
     def is_native_calls(self) -> bool:
         """Whether a step over it is made of kernels alone, and nothing is copied between them."""
-        return self.record is None and self.staged is None
+        return self.staged is None and (self.record is None or self.record.keeps_all)
 
     @property
     def any_zero(self) -> bool:

@@ -2,7 +2,7 @@
 
 Results live in buffers that are shared by all calls of one name and thread, and are valid until the
 next such call; `linear` and `moe` write into `residual`. The stream of hidden states therefore is the
-only tensor a step allocates.
+only tensor a step allocates, but for copies of it where layers are tapped.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 from milepost.core.plan import ZERO_STATE
 from milepost.errors import ConfigError
 from milepost.kernels.arguments import KdaInputs, KdaParams, MoeParams
-from milepost.kernels.index import AttentionIndex, RecurrentIndex, RowSpan
+from milepost.kernels.index import AttentionIndex, RecurrentIndex
 from milepost.kernels.native_library import CODED_REASON, NativeLibrary, packing_threads
 from milepost.kernels.native_sampling import NativeSampling
 from milepost.kernels.reference_coded import IntegerWeight, Matrix, Mxfp4Weight, read, stacked
 from milepost.kernels.reference_gdn import GdnInputs, GdnParams
 from milepost.kernels.reference_gqa import GqaInputs, GqaParams
 from milepost.kernels.stored import StoredMatrix, StoredPart
-from milepost.kernels.tapes import StepTapes
+from milepost.kernels.tapes import MAX_TAPE_ROWS, StepTapes
 
 _MAX_CACHED_VIEWS = 4096
 _ZEROS = -1
@@ -76,7 +76,8 @@ AnyLinear = NativeLinear | DecodedOnUse
 
 
 class Workspace:
-    """Result buffers of one thread. Each grows to the largest number of rows asked for."""
+    """Result buffers of one thread. Each grows to the largest number of rows asked for, from as many as a
+    tape may have: tapes keep the buffers they were recorded with, and so share one."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, int, torch.dtype], torch.Tensor] = {}
@@ -93,14 +94,16 @@ class Workspace:
             view = self._views[key] = self._buffer(name, num_rows, width, dtype)[:num_rows]
         return view
 
-    def parts(self, weight: AnyLinear, num_rows: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The result buffer of a weight, and its parts."""
-        key = (weight.name, num_rows, weight.out_features, weight.dtype)
+    def parts(
+        self, weight: AnyLinear, name: str, num_rows: int
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """A buffer for results of a weight, see `rows`, and the weight's parts of it."""
+        key = (name, num_rows, weight.out_features, weight.dtype)
         whole = self.rows(*key)
-        parts = self._parts.get(key) if weight.name else None
+        parts = self._parts.get(key) if name else None
         if parts is None:
             parts = tuple(whole[:, first:end] for first, end in weight.bounds)
-            if weight.name:
+            if name:
                 self._parts[key] = parts
         return whole, parts
 
@@ -108,7 +111,7 @@ class Workspace:
         key = (name, width, dtype)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape[0] < num_rows:
-            buffer = self._buffers[key] = torch.empty(num_rows, width, dtype=dtype)
+            buffer = self._buffers[key] = torch.empty(max(num_rows, MAX_TAPE_ROWS), width, dtype=dtype)
             self._views.clear()
             self._parts.clear()
         if len(self._views) > _MAX_CACHED_VIEWS:
@@ -207,27 +210,35 @@ class NativeOperations:
         weight: AnyLinear,
         *,
         residual: torch.Tensor | None = None,
+        place: str | None = None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        result = residual
+        result = residual if place is None else None
         if result is None:
+            name = weight.name if place is None else place
             workspace = self._local.workspace
-            result = workspace.rows(weight.name, x.shape[0], weight.out_features, dtype or weight.dtype)
+            result = workspace.rows(name, x.shape[0], weight.out_features, dtype or weight.dtype)
         self._library.linear(x, weight.packed, result, residual)
         return result
 
-    def linear_parts(self, x: torch.Tensor, weight: AnyLinear) -> tuple[torch.Tensor, ...]:
-        result, parts = self._local.workspace.parts(weight, x.shape[0])
+    def linear_parts(
+        self, x: torch.Tensor, weight: AnyLinear, *, place: str | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        name = weight.name if place is None else place
+        result, parts = self._local.workspace.parts(weight, name, x.shape[0])
         self._library.linear(x, weight.packed, result)
         return parts
 
     def linear_swiglu(self, x: torch.Tensor, weight: NativeLinear) -> torch.Tensor:
         return self.linear(x, weight)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        result = self._local.workspace.rows("rms_norm", x.shape[0], x.shape[1], x.dtype)
-        self._library.rms_norm(x, weight, eps, result)
-        return result
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if out is None:
+            out = self._local.workspace.rows("rms_norm", x.shape[0], x.shape[1], x.dtype)
+        self._library.rms_norm(x, weight, eps, out)
+        return out
 
     def store_latents(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, pages: torch.Tensor, index: AttentionIndex
@@ -358,7 +369,7 @@ class NativeOperations:
         if known is not index:
             expanded = (sorted(index.expanded),) if index.expanded else ()
             plan = self._library.AttentionPlan(
-                _spans(index.spans),
+                list(index.spans),
                 list(index.page_tables),
                 index.write_pages,
                 index.write_offsets,
@@ -372,14 +383,10 @@ class NativeOperations:
         known, plan = self._local.recurrent
         if known is not index:
             plan = self._library.RecurrentPlan(
-                _spans(index.spans),
+                list(index.spans),
                 [_ZEROS if slot == ZERO_STATE else slot for slot in index.initial],
                 list(index.running),
-                [(export.sequence, export.offset, export.slot) for export in index.exports],
+                list(index.exports),
             )
             self._local.recurrent = (index, plan)
         return plan
-
-
-def _spans(spans: Sequence[RowSpan]) -> list[tuple[int, int, int]]:
-    return [(span.first_row, span.end_row, span.position) for span in spans]

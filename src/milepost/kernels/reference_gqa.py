@@ -57,15 +57,28 @@ def row_positions(index: AttentionIndex) -> torch.Tensor:
     return torch.cat([torch.arange(span.position, span.end_position) for span in index.spans])
 
 
+Turns = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of the rotary angles of rows, fp32 [N, 1, A] each."""
+
+
+def turns(angles: torch.Tensor) -> Turns:
+    """Of angles fp32 [N, A]."""
+    return on_full_vectors(torch.cos, angles).unsqueeze(1), on_full_vectors(torch.sin, angles).unsqueeze(1)
+
+
 def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """`turned` by angles fp32 [N, A]."""
+    return turned(x, turns(angles))
+
+
+def turned(x: torch.Tensor, by: Turns) -> torch.Tensor:
     """Rotates entry i of the first half of the rotary part with entry i of its second half.
 
     Args:
         x: fp32 [N, H, head_dim]; the first 2 * A entries of a head are the rotary part.
-        angles: fp32 [N, A].
     """
-    half = angles.shape[1]
-    cos, sin = (on_full_vectors(function, angles).unsqueeze(1) for function in (torch.cos, torch.sin))
+    cos, sin = by
+    half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 

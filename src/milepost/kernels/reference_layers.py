@@ -77,12 +77,15 @@ def linear(
     weight: ReferenceLinear,
     *,
     residual: torch.Tensor | None = None,
+    place: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """x [N, in] times the weight -> [N, out].
 
     Args:
         residual: [N, out], added to the rounded product; the sum is rounded again.
+        place: None = the result may overwrite `residual`, or lie in a buffer that the next product of the
+            same name uses again; "" = it is a new tensor; else, only calls with this place use its buffer.
         dtype: of the result; None = the weight's.
     """
     if x.dtype != weight.weight.dtype:
@@ -93,7 +96,9 @@ def linear(
     return result if dtype is None else result.to(dtype)
 
 
-def linear_parts(x: torch.Tensor, weight: ReferenceLinear) -> tuple[torch.Tensor, ...]:
+def linear_parts(
+    x: torch.Tensor, weight: ReferenceLinear, *, place: str | None = None
+) -> tuple[torch.Tensor, ...]:
     """`linear`, its columns split into the parts the weight was packed with (views)."""
     return torch.split(linear(x, weight), list(weight.parts), dim=-1)
 
@@ -103,7 +108,18 @@ def linear_swiglu(x: torch.Tensor, weight: ReadMatrix) -> torch.Tensor:
     return reference.swiglu(reference.linear(x, weight))
 
 
-rms_norm = reference.rms_norm
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`reference.rms_norm` of rows x [N, D].
+
+    Args:
+        out: [N, D], where the result goes; None = a new tensor, or a buffer that the next call uses again.
+    """
+    result = reference.rms_norm(x, weight, eps)
+    return result if out is None else out.copy_(result)
+
+
 gdn_mixer = reference_gdn.gdn_mixer
 gqa_mixer = reference_gqa.gqa_mixer
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -24,14 +24,24 @@ class PlanSource(Protocol):
     def recurrent_plan(self, index: RecurrentIndex) -> Any: ...
 
 
+class StepOutputs(Protocol):
+    """What a step gives."""
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """All that the step computes and its caller reads, each [N, width]."""
+
+
+Outputs = TypeVar("Outputs", bound=StepOutputs)
+
+
 @dataclass(frozen=True, slots=True)
 class _Recorded:
     """Attributes:
-    result: what the step gave; the tape writes it anew.
+    outputs: what the step gave; the tape writes all of it anew.
     """
 
     tape: Any
-    result: torch.Tensor
+    outputs: Any
 
 
 class StepTapes:
@@ -41,27 +51,30 @@ class StepTapes:
     but for these, so that they can be written down (a tape) and run again in one call. A step in which torch
     computes something leaves no complete tape, and is called every time.
 
-    Tapes belong to the thread that made them: their results lie in its buffers.
+    Tapes belong to the thread that made them: their results lie in its buffers. What a tape gives is valid
+    until the next step.
     """
 
     def __init__(self, library: ModuleType, plans: PlanSource) -> None:
         self._library = library
         self._plans = plans
         self._thread = 0
-        self._tapes: dict[int, _Recorded | None] = {}
+        self._tapes: dict[tuple[int, Hashable], _Recorded | None] = {}
 
     def run(
         self,
-        step: Callable[[], torch.Tensor],
+        step: Callable[[], Outputs],
+        kind: Hashable,
         token_ids: torch.Tensor,
         attention: AttentionIndex | None,
         recurrent: RecurrentIndex | None,
-    ) -> torch.Tensor:
-        """What `step` computes, [N, D]: the same bits, whether it is called or its tape runs.
+    ) -> Outputs:
+        """What `step` computes: the same bits, whether it is called or its tape runs.
 
         Args:
             step: one pass over these token ids, int64 [N], and these indices; always of the same decoder and
                 cache.
+            kind: steps of one kind and number of rows make the same calls and give the same outputs.
         """
         num_rows = token_ids.shape[0]
         is_native = recurrent is None or recurrent.is_native_calls
@@ -70,9 +83,10 @@ class StepTapes:
         if self._thread != threading.get_ident():
             self._thread = threading.get_ident()
             self._tapes.clear()
-        if num_rows not in self._tapes:
-            return self._record(step, num_rows)
-        recorded = self._tapes[num_rows]
+        key = num_rows, kind
+        if key not in self._tapes:
+            return self._record(step, key)
+        recorded = self._tapes[key]
         if recorded is None:
             return step()
         recorded.tape.run(
@@ -80,18 +94,18 @@ class StepTapes:
             None if attention is None else self._plans.attention_plan(attention),
             None if recurrent is None else self._plans.recurrent_plan(recurrent),
         )
-        return recorded.result.clone()
+        outputs: Outputs = recorded.outputs
+        return outputs
 
-    def _record(self, step: Callable[[], torch.Tensor], num_rows: int) -> torch.Tensor:
+    def _record(self, step: Callable[[], Outputs], key: tuple[int, Hashable]) -> Outputs:
         tape = self._library.Tape()
-        result = None
+        outputs = None
         tape.start()
         try:
-            result = step()
+            outputs = step()
         finally:
-            tape.stop(result)
-        if not tape.is_complete:
-            self._tapes[num_rows] = None
-            return result
-        self._tapes[num_rows] = _Recorded(tape, result)
-        return result.clone()
+            # Each must have been written by one of the calls, or another step would leave it as it is.
+            for tensor in (None,) if outputs is None else outputs.tensors():
+                tape.stop(tensor)
+        self._tapes[key] = _Recorded(tape, outputs) if tape.is_complete else None
+        return outputs

@@ -26,8 +26,10 @@ from milepost.kernels import reference_gqa
 from milepost.kernels.block_attention import BlockContext, attend_block
 from milepost.kernels.index import AttentionIndex
 from milepost.kernels.reference import per_head_linear, rms_norm, store_rows
+from milepost.kernels.reference_gqa import GqaParams, Turns
 from milepost.models.block_config import BlockDrafterSpec, BlockGqaSpec, BlockLayerSpec
 from milepost.models.draft_target import DraftTarget
+from milepost.models.gqa import store_keys_values
 from milepost.models.inputs import CacheFields
 from milepost.models.layers import DenseMlp, Loader, RmsNorm
 from milepost.models.layout import KEY_VALUE_FIELD, LATENT_FIELD
@@ -62,12 +64,33 @@ class Rotary:
         self._amplitude = rope.amplitude
         self._frequencies = torch.tensor(inverse_frequencies(rope), dtype=torch.float32)
 
-    def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """x fp32 [N, H, width], positions int64 [N]."""
+    @property
+    def plain_frequencies(self) -> torch.Tensor | None:
+        """fp32 [width / 2], if that is all there is to it: halves, and nothing is multiplied."""
+        return None if self._is_interleaved or self._amplitude != 1.0 else self._frequencies
+
+    def turns(self, positions: torch.Tensor) -> Turns:
+        """Of positions int64 [N]."""
+        return reference_gqa.turns(positions.float().unsqueeze(1) * self._frequencies)
+
+    def __call__(self, x: torch.Tensor, turns: Turns) -> torch.Tensor:
+        """x fp32 [N, H, width]."""
         if self._is_interleaved:
             x = torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
-        rotated = reference_gqa.rotate(x, positions.float().unsqueeze(1) * self._frequencies)
+        rotated = reference_gqa.turned(x, turns)
         return rotated if self._amplitude == 1.0 else rotated * self._amplitude
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What all layers of a pass share.
+
+    Attributes:
+        turns: of all rows, those of a lane behind each other.
+    """
+
+    lanes: Sequence[BlockLane]
+    turns: Turns
 
 
 class BlockAttention(Protocol):
@@ -77,7 +100,7 @@ class BlockAttention(Protocol):
         """Stores entries of context rows x [N, D]."""
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, cache: CacheFields, lanes: Sequence[BlockLane]
+        self, x: torch.Tensor, residual: torch.Tensor, cache: CacheFields, block: Block
     ) -> torch.Tensor:
         """Rows of blocks [lanes * block rows, D] after the input norm -> residual + output."""
 
@@ -105,22 +128,37 @@ class GqaBlockAttention:
         self._query_norm = loader.tensor_fp32("q_norm.weight", sizes.head_dim)
         self._key_norm = loader.tensor_fp32("k_norm.weight", sizes.head_dim)
         self._scale = sizes.head_dim**-0.5 * spec.rope.score_factor
+        self._stored: GqaParams | None = None
+        if rotary.plain_frequencies is not None:
+            self._stored = GqaParams(
+                num_heads=sizes.num_kv_heads,
+                num_kv_heads=sizes.num_kv_heads,
+                head_dim=sizes.head_dim,
+                query_norm=self._key_norm,
+                key_norm=self._key_norm,
+                norm_eps=spec.norm_eps,
+                inverse_frequencies=rotary.plain_frequencies,
+            )
 
     def store(self, x: torch.Tensor, cache: CacheFields, index: AttentionIndex) -> None:
-        key, value = self._keys_values(x, reference_gqa.row_positions(index))
-        rows = torch.cat([value, key], dim=-1).flatten(1)
-        store_rows(cache[self._layer, KEY_VALUE_FIELD], rows, index)
+        pages = cache[self._layer, KEY_VALUE_FIELD]
+        if self._stored is not None:
+            key, value = self._kernels.linear_parts(x, self._entries)
+            store_keys_values(self._kernels, key, value, self._stored, pages, index)
+            return
+        key, value = self._keys_values(x, self._rotary.turns(reference_gqa.row_positions(index)))
+        store_rows(pages, torch.cat([value, key], dim=-1).flatten(1), index)
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, cache: CacheFields, lanes: Sequence[BlockLane]
+        self, x: torch.Tensor, residual: torch.Tensor, cache: CacheFields, block: Block
     ) -> torch.Tensor:
-        sizes, positions = self._sizes, block_positions(self._spec, lanes)
+        sizes = self._sizes
         query = self._kernels.linear(x, self._query).reshape(x.shape[0], sizes.num_heads, sizes.head_dim)
-        query = self._rotary(rms_norm(query.float(), self._query_norm, self._spec.norm_eps), positions)
-        key, value = self._keys_values(x, positions)
+        query = self._rotary(rms_norm(query.float(), self._query_norm, self._spec.norm_eps), block.turns)
+        key, value = self._keys_values(x, block.turns)
         pages = cache[self._layer, KEY_VALUE_FIELD]
         mixed = torch.empty_like(query)
-        for rows, context in contexts(self._spec, self._layer_spec, lanes, pages):
+        for rows, context in contexts(self._spec, self._layer_spec, block.lanes, pages):
             mixed[rows] = attend_block(
                 query[rows],
                 key[rows],
@@ -132,12 +170,12 @@ class GqaBlockAttention:
             )
         return self._kernels.linear(mixed.flatten(1).to(x.dtype), self._out, residual=residual)
 
-    def _keys_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _keys_values(self, x: torch.Tensor, turns: Turns) -> tuple[torch.Tensor, torch.Tensor]:
         """fp32 [N, heads, head_dim] each, keys normed and rotated."""
         shape = (x.shape[0], self._sizes.num_kv_heads, self._sizes.head_dim)
         key, value = self._kernels.linear_parts(x, self._entries)
         key = rms_norm(key.reshape(shape).float(), self._key_norm, self._spec.norm_eps)
-        return self._rotary(key, positions), value.reshape(shape).float()
+        return self._rotary(key, turns), value.reshape(shape).float()
 
     def _split(self, stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows = stored.view(stored.shape[0], self._sizes.num_kv_heads, 2, self._sizes.head_dim).float()
@@ -177,14 +215,14 @@ class LatentBlockAttention:
         self._scale = sizes.qk_head_dim**-0.5 * spec.rope.score_factor
 
     def store(self, x: torch.Tensor, cache: CacheFields, index: AttentionIndex) -> None:
-        rows = self._latents(x, reference_gqa.row_positions(index)).squeeze(1)
+        rows = self._latents(x, self._rotary.turns(reference_gqa.row_positions(index))).squeeze(1)
         store_rows(cache[self._layer, LATENT_FIELD], rows, index)
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, cache: CacheFields, lanes: Sequence[BlockLane]
+        self, x: torch.Tensor, residual: torch.Tensor, cache: CacheFields, block: Block
     ) -> torch.Tensor:
-        sizes, positions = self._sizes, block_positions(self._spec, lanes)
-        entries = self._latents(x, positions)
+        sizes = self._sizes
+        entries = self._latents(x, block.turns)
         read = x
         if self._low is not None:
             down, norm = self._low
@@ -192,10 +230,10 @@ class LatentBlockAttention:
         query = self._kernels.linear(read, self._query).view(x.shape[0], sizes.num_heads, -1).float()
         content, shared = query.split([sizes.qk_nope_head_dim, sizes.qk_rope_head_dim], dim=-1)
         absorbed = per_head_linear(content, self._expand_key)
-        query = torch.cat([absorbed, self._rotary(shared, positions)], dim=-1)
+        query = torch.cat([absorbed, self._rotary(shared, block.turns)], dim=-1)
         pages = cache[self._layer, LATENT_FIELD]
         mixed = query.new_empty(x.shape[0], sizes.num_heads, sizes.kv_lora_rank)
-        for rows, context in contexts(self._spec, self._layer_spec, lanes, pages):
+        for rows, context in contexts(self._spec, self._layer_spec, block.lanes, pages):
             mixed[rows] = attend_block(
                 query[rows],
                 *self._split(entries[rows].squeeze(1)),
@@ -207,13 +245,13 @@ class LatentBlockAttention:
         values = per_head_linear(mixed, self._expand_value).to(x.dtype)
         return self._kernels.linear(values.flatten(1), self._out, residual=residual)
 
-    def _latents(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _latents(self, x: torch.Tensor, turns: Turns) -> torch.Tensor:
         """fp32 [N, 1, latent + shared]."""
         sizes = self._sizes
         entries = self._kernels.linear(x, self._entries).float().unsqueeze(1)
         latent, shared = entries.split([sizes.kv_lora_rank, sizes.qk_rope_head_dim], dim=-1)
         latent = rms_norm(latent, self._latent_norm, sizes.latent_norm_eps)
-        return torch.cat([latent, self._rotary(shared, positions)], dim=-1)
+        return torch.cat([latent, self._rotary(shared, turns)], dim=-1)
 
     def _split(self, stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows = stored.float().unsqueeze(1)
@@ -261,9 +299,9 @@ class BlockLayer:
             assert spec.gqa is not None
             self.attention = GqaBlockAttention(under, layer, spec, spec.gqa, layer_spec, rotary)
 
-    def __call__(self, x: torch.Tensor, cache: CacheFields, lanes: Sequence[BlockLane]) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, cache: CacheFields, block: Block) -> torch.Tensor:
         """x [lanes * block rows, D]; may be overwritten."""
-        x = self.attention(self._attention_norm(x).clone(), x, cache, lanes)
+        x = self.attention(self._attention_norm.new(x), x, cache, block)
         return self._mlp(self._mlp_norm(x), x)
 
 
@@ -299,7 +337,7 @@ class BlockBackbone:
         self._tap_norms: list[RmsNorm] = []
         if spec.norms_taps:
             self._tap_norms = [RmsNorm(loader, f"fc_norm.{place}", hidden, eps) for place in places]
-        rotary = Rotary(spec.rope)
+        rotary = self._rotary = Rotary(spec.rope)
         self._layers = []
         for number, layer_spec in enumerate(spec.layers):
             under = loader.under(f"layers.{number}")
@@ -309,12 +347,12 @@ class BlockBackbone:
     def context(self, taps: torch.Tensor) -> torch.Tensor:
         """[N, D], what layers keep entries of; taps [N, taps * D] in the order of `spec.tap_layers`."""
         if self._tap_norms:
-            parts = taps.split(self.spec.hidden_size, dim=-1)
-            normed = [
-                norm(part.contiguous()).clone() for norm, part in zip(self._tap_norms, parts, strict=True)
-            ]
-            taps = torch.cat(normed, dim=-1)
-        return self._context_norm(self._kernels.linear(taps, self._projection)).clone()
+            normed = torch.empty_like(taps)
+            columns = (x.split(self.spec.hidden_size, dim=-1) for x in (taps, normed))
+            for norm, part, out in zip(self._tap_norms, *columns, strict=True):
+                norm(part, out=out)
+            taps = normed
+        return self._context_norm.new(self._kernels.linear(taps, self._projection))
 
     def store(self, taps: torch.Tensor, index: AttentionIndex, cache: CacheFields) -> None:
         """Stores the entries of processed rows, see `context`; `index` has their positions and places."""
@@ -331,6 +369,7 @@ class BlockBackbone:
         token_ids = torch.full((len(lanes), spec.block_rows), spec.mask_token_id, dtype=torch.int64)
         token_ids[:, 0] = torch.tensor([lane.token for lane in lanes])
         x = self._decoder.embed(token_ids.flatten())
+        block = Block(lanes, self._rotary.turns(block_positions(spec, lanes)))
         for layer in self._layers:
-            x = layer(x, cache, lanes)
-        return self._norm(x).clone().view(len(lanes), spec.block_rows, -1)
+            x = layer(x, cache, block)
+        return self._norm.new(x).view(len(lanes), spec.block_rows, -1)

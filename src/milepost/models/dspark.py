@@ -177,7 +177,13 @@ class BlockDrafter:
         return torch.zeros(num_lanes, 0 if self.markov is None else self.markov.rank)
 
     def read(
-        self, rows: torch.Tensor, base_logits: torch.Tensor, previous: torch.Tensor, state: torch.Tensor
+        self,
+        rows: torch.Tensor,
+        base_logits: torch.Tensor,
+        previous: torch.Tensor,
+        state: torch.Tensor,
+        *,
+        estimates: bool = True,
     ) -> GuessRows:
         """What rows guess from, behind the tokens before them.
 
@@ -185,13 +191,16 @@ class BlockDrafter:
             rows: [M, D] of `run`, one place of several lanes; base_logits: theirs.
             previous: int64 [M], the token before each: the newest one, then what was guessed.
             state: fp32 [M, rank].
+            estimates: whether the confidence is of interest.
         """
         logits, embedded = base_logits, None
         if self.markov is not None:
             embedded = self.markov.embed(previous)
             bias, state = self.markov.bias(embedded, rows, state)
             logits = logits + bias
-        confidence = None if self.confidence is None else self.confidence(rows, embedded)
+        confidence = None
+        if estimates and self.confidence is not None:
+            confidence = self.confidence(rows, embedded)
         if self._ids is not None:
             wide = logits.new_full((logits.shape[0], self.spec.vocab_size), -torch.inf)
             wide[:, self._ids] = logits

@@ -87,11 +87,13 @@ class Eagle3Module:
     def taps(self, read: torch.Tensor) -> torch.Tensor:
         """[N, width] of the outputs of the tap layers side by side, [N, layers * D]."""
         if self._joined_norm is not None:
-            read = self._joined_norm(read).clone()
+            read = self._joined_norm.new(read)
         if self._tap_norms:
             parts = read.chunk(len(self._tap_norms), dim=-1)
-            norms = zip(self._tap_norms, parts, strict=True)
-            read = torch.cat([norm(part.contiguous()).clone() for norm, part in norms], dim=-1)
+            joined = torch.empty_like(read)
+            for norm, part, out in zip(self._tap_norms, parts, joined.chunk(len(parts), dim=-1), strict=True):
+                norm(part, out=out)
+            read = joined
         return self._kernels.linear(read, self._fc)
 
     def run(self, module: int, inputs: StepInputs, hidden: torch.Tensor, cache: CacheFields) -> DraftRows:
@@ -102,17 +104,17 @@ class Eagle3Module:
             hidden: [N, width], for each row the hidden state at the position before.
         """
         assert inputs.attention is not None
-        joined, residual = self._joined(inputs, hidden)
-        x = self._attention(joined, residual, cache, inputs.attention)
+        joined = self._joined(inputs, hidden)
+        residual = joined[:, self.width :] if self._drafter.adds_to_normed else hidden
+        x = self._attention(joined, residual, cache, inputs.attention, keeps_residual=True)
         x = self._mlp(self._mlp_norm(x), x)
-        normed = self._norm(x).clone()
+        normed = self._norm.new(x)
         return DraftRows(normed if self._drafter.hands_on_normed else x, normed)
 
     def store(self, module: int, inputs: StepInputs, hidden: torch.Tensor, cache: CacheFields) -> None:
         """Stores the entries of rows and computes nothing else; see `run`."""
         assert inputs.attention is not None
-        joined, _ = self._joined(inputs, hidden)
-        self._attention.store(joined, cache, inputs.attention)
+        self._attention.store(self._joined(inputs, hidden), cache, inputs.attention)
 
     def logits(self, module: int, normed: torch.Tensor) -> torch.Tensor:
         """fp32 [M, vocabulary of the decoder] of rows `DraftRows.normed` [M, width]; -inf for tokens that the
@@ -124,18 +126,16 @@ class Eagle3Module:
         wide[:, self._token_ids] = logits
         return wide
 
-    def _joined(self, inputs: StepInputs, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What attention reads [N, 2 * width], and what its output is added to [N, width]; both new."""
+    def _joined(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
+        """What attention reads, [N, 2 * width]: normed embeddings and normed hidden states."""
         if self._table is None:
             embedded = self._decoder.embed(inputs.token_ids)
         else:
             embedded = self._kernels.embedding(inputs.token_ids, self._table)
         joined = embedded.new_empty(embedded.shape[0], 2 * self.width)
-        joined[:, : self.width] = self._embedding_norm(embedded)
-        joined[:, self.width :] = self._hidden_norm(hidden)
-        if self._drafter.adds_to_normed:
-            return joined, joined[:, self.width :].clone()
-        return joined, hidden.clone()
+        self._embedding_norm(embedded, out=joined[:, : self.width])
+        self._hidden_norm(hidden, out=joined[:, self.width :])
+        return joined
 
 
 def _layer_name(loader: Loader) -> str:

@@ -50,22 +50,31 @@ class GdnLayer:
         )
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, cache: CacheFields, index: RecurrentIndex
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        cache: CacheFields,
+        index: RecurrentIndex,
+        *,
+        keeps_residual: bool = False,
     ) -> torch.Tensor:
         """x [N, D] after the input norm -> residual + output [N, D]; moves the states of the sequences.
 
-        `residual` may be overwritten.
+        `residual` may be overwritten unless it is to be kept.
         """
-        inputs = GdnInputs(*self._kernels.linear_parts(x, self._inputs))
-        if index.record is not None:
-            index.record.keep(self._layer, inputs)
-        return self._kernels.linear(self._mix(inputs, cache, index), self._out, residual=residual)
+        record = index.record
+        [place] = [None] if record is None else record.buffers(self._layer, "inputs")
+        inputs = GdnInputs(*self._kernels.linear_parts(x, self._inputs, place=place))
+        if record is not None:
+            record.keep(self._layer, inputs)
+        mixed = self._mix(inputs, cache, index)
+        return self._kernels.linear(mixed, self._out, residual=residual, place="" if keeps_residual else None)
 
     def replay(
-        self, record: MixerRecord, kept: torch.Tensor, cache: CacheFields, index: RecurrentIndex
+        self, record: MixerRecord, places: torch.Tensor, cache: CacheFields, index: RecurrentIndex
     ) -> None:
         """Moves the states of the sequences once more, over recorded inputs of this layer."""
-        self._mix(GdnInputs(*record.take(self._layer, kept)), cache, index)
+        self._mix(GdnInputs(*record.take(self._layer, places)), cache, index)
 
     def _mix(self, inputs: GdnInputs, cache: CacheFields, index: RecurrentIndex) -> torch.Tensor:
         mixer = partial(self._kernels.gdn_mixer, inputs, self._params)

@@ -12,9 +12,10 @@ from milepost.kernels.api import Kernels
 from milepost.kernels.index import MixerRecord, RecurrentIndex
 from milepost.kernels.reference_coded import Matrix
 from milepost.kernels.reference_residuals import mix_sources
+from milepost.kernels.tapes import MAX_TAPE_ROWS
 from milepost.models.gdn import GdnLayer
 from milepost.models.gqa import GqaLayer
-from milepost.models.inputs import CacheFields, LayerTaps, StepInputs
+from milepost.models.inputs import CacheFields, LayerTaps, StepInputs, StepRows
 from milepost.models.kda import KdaLayer
 from milepost.models.layers import DenseMlp, Loader, RmsNorm
 from milepost.models.mla import MlaLayer
@@ -26,9 +27,14 @@ from milepost.models.weights import WeightReader
 PREFIXES = {"model.": "", "language_model.model.": "language_model.", "model.language_model.": ""}
 """Where published checkpoints keep the decoder -> where they keep its head."""
 _EMBEDDING = "embed_tokens.weight"
+_LOGITS = "step logits"
+"""Where the logits of a small step lie: all tapes share the place, those of a large vocabulary are large."""
 
 RecurrentMixer = KdaLayer | GdnLayer
 AttentionMixer = MlaLayer | GqaLayer
+
+Steps = Callable[[StepInputs, tuple[int, ...], bool], StepRows]
+"""(inputs, layers to be tapped, whether logits of all rows are needed) -> what a step computes."""
 
 
 class DecoderLayer:
@@ -46,15 +52,21 @@ class DecoderLayer:
             self._mlp = DenseMlp(loader.under("mlp"), hidden, spec.intermediate_size, situ=spec.situ)
 
     def mix(
-        self, x: torch.Tensor, residual: torch.Tensor, inputs: StepInputs, cache: CacheFields
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        inputs: StepInputs,
+        cache: CacheFields,
+        *,
+        keeps_residual: bool = False,
     ) -> torch.Tensor:
-        """residual + mixer(norm(x)); `residual` may be overwritten."""
+        """residual + mixer(norm(x)); `residual` may be overwritten unless it is to be kept."""
         normed = self._mixer_norm(x)
         if self._recurrent is not None:
             assert inputs.recurrent is not None
-            return self._recurrent(normed, residual, cache, inputs.recurrent)
+            return self._recurrent(normed, residual, cache, inputs.recurrent, keeps_residual=keeps_residual)
         assert self._attention is not None and inputs.attention is not None
-        return self._attention(normed, residual, cache, inputs.attention)
+        return self._attention(normed, residual, cache, inputs.attention, keeps_residual=keeps_residual)
 
     def store(self, x: torch.Tensor, inputs: StepInputs, cache: CacheFields) -> None:
         """What `mix` keeps of the rows for later ones, and nothing else; for layers with attention."""
@@ -62,11 +74,11 @@ class DecoderLayer:
         self._attention.store(self._mixer_norm(x), cache, inputs.attention)
 
     def replay(
-        self, record: MixerRecord, kept: torch.Tensor, index: RecurrentIndex, cache: CacheFields
+        self, record: MixerRecord, places: torch.Tensor, index: RecurrentIndex, cache: CacheFields
     ) -> None:
         """Moves recurrent states over recorded inputs; nothing happens in a layer without any."""
         if self._recurrent is not None:
-            self._recurrent.replay(record, kept, cache, index)
+            self._recurrent.replay(record, places, cache, index)
 
     def feed(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """residual + mlp(norm(x)); `residual` may be overwritten."""
@@ -137,15 +149,15 @@ class AttentionResiduals:
         """
         blocks: list[torch.Tensor] = []
         prefix = x
+        is_kept = False
         for index, layer in enumerate(layers):
             source = self._before_mixer[index](blocks, prefix)
             if index % self._block_layers == 0:
                 blocks.append(prefix)
                 prefix = torch.zeros_like(prefix)
-            prefix = layer.mix(source, prefix, inputs, cache)
+            prefix = layer.mix(source, prefix, inputs, cache, keeps_residual=is_kept)
             prefix = layer.feed(self._before_mlp[index](blocks, prefix), prefix)
-            if taps is not None:
-                taps.keep(index, prefix)
+            is_kept = taps is not None and taps.keep(index, prefix)
         return self._output(blocks, prefix)
 
 
@@ -199,7 +211,7 @@ class HybridDecoder:
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """The final norm of rows [N, D]; a new tensor."""
-        return self._norm(hidden).clone()
+        return self._norm.new(hidden)
 
     def forward(self, inputs: StepInputs, cache: CacheFields, taps: LayerTaps | None = None) -> torch.Tensor:
         """Hidden states after the last layer [N, D], before the final norm. Writes the cache.
@@ -210,40 +222,52 @@ class HybridDecoder:
         x = self.embed(inputs.token_ids)
         if self._residuals is not None:
             return self._residuals.run(x, self._layers, inputs, cache, taps)
+        is_kept = False
         for index, layer in enumerate(self._layers):
-            x = layer.mix(x, x, inputs, cache)
+            x = layer.mix(x, x, inputs, cache, keeps_residual=is_kept)
             x = layer.feed(x, x)
-            if taps is not None:
-                taps.keep(index, x)
+            is_kept = taps is not None and taps.keep(index, x)
         return x
 
-    def steps(self, cache: CacheFields) -> Callable[[StepInputs, LayerTaps | None], torch.Tensor]:
-        """`forward` over one cache, for who calls it step after step: small steps cost no Python then.
-
-        Steps with taps are called: keeping a layer's output is no operation of the kernels.
-        """
+    def steps(self, cache: CacheFields) -> Steps:
+        """`forward`, and the head where every row needs it, over one cache, for who calls it step after step:
+        small steps cost no Python then."""
         tapes = self._kernels.step_tapes()
 
-        def step(inputs: StepInputs, taps: LayerTaps | None) -> torch.Tensor:
-            if tapes is None or taps is not None:
-                return self.forward(inputs, cache, taps)
-            return tapes.run(
-                lambda: self.forward(inputs, cache), inputs.token_ids, inputs.attention, inputs.recurrent
-            )
+        def step(inputs: StepInputs, tap_layers: tuple[int, ...], needs_logits: bool) -> StepRows:
+            record = None if inputs.recurrent is None else inputs.recurrent.record
+
+            def run() -> StepRows:
+                taps = LayerTaps(tap_layers)
+                hidden = self.forward(inputs, cache, taps)
+                place = _LOGITS if hidden.shape[0] <= MAX_TAPE_ROWS else ""
+                logits = self._logits(hidden, place) if needs_logits else None
+                return StepRows(hidden, logits, tuple(taps.kept), {} if record is None else record.inputs)
+
+            if tapes is None:
+                return run()
+            kind = tap_layers, needs_logits, record is not None
+            rows = tapes.run(run, kind, inputs.token_ids, inputs.attention, inputs.recurrent)
+            if record is not None:
+                record.inputs = rows.mixer_inputs
+            return rows
 
         return step
 
     def replay(
-        self, record: MixerRecord, kept: torch.Tensor, index: RecurrentIndex, cache: CacheFields
+        self, record: MixerRecord, places: torch.Tensor, index: RecurrentIndex, cache: CacheFields
     ) -> None:
         """Moves the recurrent states of all layers over inputs a pass has recorded, and nothing else.
 
         Args:
-            kept: int64, numbers within `record.rows`, one per row of `index`.
+            places: int64, `record.places` of the rows of `index`.
         """
         for layer in self._layers:
-            layer.replay(record, kept, index, cache)
+            layer.replay(record, places, index, cache)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """fp32 [M, vocabulary] of rows [M, D] of `forward`."""
-        return self._kernels.linear(self._norm(hidden), self._head, dtype=torch.float32)
+        """fp32 [M, vocabulary] of rows [M, D] of `forward`; a new tensor."""
+        return self._logits(hidden, place="")
+
+    def _logits(self, hidden: torch.Tensor, place: str) -> torch.Tensor:
+        return self._kernels.linear(self._norm(hidden), self._head, place=place, dtype=torch.float32)

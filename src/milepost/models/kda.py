@@ -51,26 +51,35 @@ class KdaLayer:
         )
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, cache: CacheFields, index: RecurrentIndex
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        cache: CacheFields,
+        index: RecurrentIndex,
+        *,
+        keeps_residual: bool = False,
     ) -> torch.Tensor:
         """x [N, D] after the input norm -> residual + output [N, D]; moves the states of the sequences.
 
-        `residual` may be overwritten.
+        `residual` may be overwritten unless it is to be kept.
         """
         ops = self._kernels
-        raw, decay_in, gate, beta = ops.linear_parts(x, self._inputs)
+        record = index.record
+        places = [None] * 3 if record is None else record.buffers(self._layer, "inputs", "gate", "decay")
+        raw, decay_in, gate, beta = ops.linear_parts(x, self._inputs, place=places[0])
         if self._gate is not None:
-            gate = ops.linear(gate, self._gate)
-        inputs = KdaInputs(raw, ops.linear(decay_in, self._decay), beta, gate)
-        if index.record is not None:
-            index.record.keep(self._layer, inputs)
-        return ops.linear(self._mix(inputs, cache, index), self._out, residual=residual)
+            gate = ops.linear(gate, self._gate, place=places[1])
+        inputs = KdaInputs(raw, ops.linear(decay_in, self._decay, place=places[2]), beta, gate)
+        if record is not None:
+            record.keep(self._layer, inputs)
+        mixed = self._mix(inputs, cache, index)
+        return ops.linear(mixed, self._out, residual=residual, place="" if keeps_residual else None)
 
     def replay(
-        self, record: MixerRecord, kept: torch.Tensor, cache: CacheFields, index: RecurrentIndex
+        self, record: MixerRecord, places: torch.Tensor, cache: CacheFields, index: RecurrentIndex
     ) -> None:
         """Moves the states of the sequences once more, over recorded inputs of this layer."""
-        self._mix(KdaInputs(*record.take(self._layer, kept)), cache, index)
+        self._mix(KdaInputs(*record.take(self._layer, places)), cache, index)
 
     def _mix(self, inputs: KdaInputs, cache: CacheFields, index: RecurrentIndex) -> torch.Tensor:
         mixer = partial(self._kernels.kda_mixer, inputs, self._params)

@@ -108,8 +108,13 @@ class RmsNorm:
             self._weight = self._weight + offset
         self._eps = eps
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._kernels.rms_norm(x, self._weight, self._eps)
+    def __call__(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x [N, D] -> [N, D], in `out` or in a buffer that the next norm may use again."""
+        return self._kernels.rms_norm(x, self._weight, self._eps, out=out)
+
+    def new(self, x: torch.Tensor) -> torch.Tensor:
+        """The same in a tensor of its own."""
+        return self(x, out=torch.empty_like(x))
 
 
 class DenseMlp:

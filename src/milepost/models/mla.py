@@ -81,11 +81,17 @@ class MlaLayer:
         self._out = pack(loader.matrix("o_proj", heads * spec.v_head_dim, hidden_size), name=f"{name}.out")
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, cache: CacheFields, index: AttentionIndex
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        cache: CacheFields,
+        index: AttentionIndex,
+        *,
+        keeps_residual: bool = False,
     ) -> torch.Tensor:
         """x [N, input size] after the input norm -> residual + output [N, D]; stores the rows' latents.
 
-        `residual` may be overwritten.
+        `residual` may be overwritten unless it is to be kept.
         """
         ops = self._kernels
         pages = cache[self._layer, LATENT_FIELD]
@@ -102,7 +108,7 @@ class MlaLayer:
         )
         for gate in gates:
             values = (values.float() * on_full_vectors(torch.sigmoid, gate.float())).to(values.dtype)
-        return ops.linear(values, self._out, residual=residual)
+        return ops.linear(values, self._out, residual=residual, place="" if keeps_residual else None)
 
     def store(self, x: torch.Tensor, cache: CacheFields, index: AttentionIndex) -> None:
         """Stores the rows of x, after the input norm, in their pages, and computes nothing else."""

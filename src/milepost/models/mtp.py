@@ -96,7 +96,7 @@ class MtpModules:
         x = self._joined(parts, inputs, hidden)
         x = parts.layer.mix(x, x, inputs, cache)
         x = parts.layer.feed(x, x)
-        normed = parts.norm(x).clone()
+        normed = parts.norm.new(x)
         return DraftRows(normed if self._is_qwen else x, normed)
 
     def store(self, module: int, inputs: StepInputs, hidden: torch.Tensor, cache: CacheFields) -> None:
@@ -117,8 +117,8 @@ class MtpModules:
                 if span.position == 0:
                     embedded[span.first_row] = 0.0
         joined = embedded.new_empty(embedded.shape[0], 2 * self.width)
-        joined[:, : self.width] = parts.embedding_norm(embedded)
-        joined[:, self.width :] = parts.hidden_norm(hidden)
+        parts.embedding_norm(embedded, out=joined[:, : self.width])
+        parts.hidden_norm(hidden, out=joined[:, self.width :])
         return self._kernels.linear(joined, parts.projection)
 
     def _qwen(self, spec: DecoderSpec, decoder: Loader) -> list[_Module]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -18,7 +18,9 @@ from milepost.kernels.index import (
     RowSpan,
     StagedStates,
     StateExportIndex,
+    int64_columns,
 )
+from milepost.kernels.tapes import MAX_TAPE_ROWS
 from milepost.models.inputs import StepInputs
 from milepost.models.layout import CONV_TAIL_FIELD, CacheLayout
 from milepost.runner.pools import PoolSet, RecordPool
@@ -29,7 +31,7 @@ class PageTable:
 
     def __init__(self, page_ids: Iterable[int]) -> None:
         self._ids = array("q", page_ids)
-        self._tensor = torch.empty(0, dtype=torch.int64)
+        self._tensor = self._view = torch.empty(0, dtype=torch.int64)
         self._fill()
 
     def __len__(self) -> int:
@@ -53,6 +55,7 @@ class PageTable:
         self._tensor = torch.zeros(max(8, 2 * len(self._ids)), dtype=torch.int64)
         if self._ids:
             self._tensor[: len(self._ids)] = torch.frombuffer(self._ids, dtype=torch.int64)
+        self._view = self._tensor[: len(self._ids)]
 
     def replace(self, unit: int, page_id: int) -> int:
         """Reads `page_id` for `unit` from now on; returns the id it had."""
@@ -66,7 +69,10 @@ class PageTable:
 
     def pages(self, count: int) -> torch.Tensor:
         """int64 [count], the first `count` ids; a view."""
-        return self._tensor[:count]
+        # The last one again: most steps stay within a page.
+        if self._view.shape[0] != count:
+            self._view = self._tensor[:count]
+        return self._view
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +101,19 @@ class Batch:
     Attributes:
         states: per recurrent group.
         head_chunks: numbers of the chunks whose last row needs logits, as do those of drafts behind it.
-        head_rows: int64, all these rows; chunk by chunk, `1 + num_drafts` of each.
+        head_rows: all these rows, ascending; chunk by chunk, `1 + num_drafts` of each.
         spans: rows of every chunk.
     """
 
     inputs: StepInputs
     head_chunks: tuple[int, ...]
-    head_rows: torch.Tensor
+    head_rows: Sequence[int]
     spans: tuple[RowSpan, ...]
     states: tuple[StateTraffic, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        return self.spans[-1].end_row
 
 
 def build_batch(
@@ -123,59 +133,42 @@ def build_batch(
     Raises:
         WorkerError: the plan contradicts itself or the pools; names the request.
     """
-    spans = _row_spans(plan.chunks)
-    token_ids = _token_ids(plan.chunks, vocab_size)
-    record = _record(plan.chunks, spans)
-    attention = [
-        _attention_index(
-            plan.chunks,
-            spans,
-            page_tables,
-            group,
-            geometry.match_unit,
-            pools.attention_pool(group).num_records,
-        )
-        for group in range(geometry.num_attention_groups)
-    ]
-    traffic = [
-        _state_traffic(plan.chunks, spans, group, pools, keeps_apart=geometry.keeps_states_apart)
+    chunks = plan.chunks
+    spans = _row_spans(chunks)
+    columns = [_token_ids(chunks, vocab_size)]
+    for group in range(geometry.num_attention_groups):
+        pages = _written_pages(chunks, page_tables, group, geometry.match_unit, pools)
+        if group == 0:
+            columns += [pages, _offsets(chunks, geometry.match_unit)]
+    token_ids, *places = int64_columns(*columns)
+    attention = None
+    if geometry.num_attention_groups:
+        tables = _page_tables(chunks, page_tables, geometry.match_unit)
+        attention = AttentionIndex(spans, tables, places[0], places[1])
+    traffic = tuple(
+        _state_traffic(chunks, spans, group, pools, keeps_apart=geometry.keeps_states_apart)
         for group in range(geometry.num_recurrent_groups)
-    ]
-    recurrent = [
-        _recurrent_index(plan.chunks, spans, states, _tail_rows(layout, group), record, pools)
-        for group, states in enumerate(traffic)
-    ]
-    heads = tuple(
-        number for number, chunk in enumerate(plan.chunks) if chunk.num_samples or chunk.captures_logits
     )
-    return Batch(
-        inputs=StepInputs(
-            token_ids,
-            attention[0] if attention else None,
-            recurrent[0] if recurrent else None,
-        ),
-        head_chunks=heads,
-        head_rows=torch.tensor(
-            [
-                row
-                for number in heads
-                for row in range(
-                    spans[number].end_row - 1 - plan.chunks[number].num_drafts, spans[number].end_row
-                )
-            ],
-            dtype=torch.int64,
-        ),
-        spans=spans,
-        states=tuple(traffic),
-    )
+    recurrent = None
+    if traffic:
+        record = _record(chunks, spans)
+        recurrent = _recurrent_index(chunks, spans, traffic[0], _tail_rows(layout, 0), record, pools)
+    heads = tuple(number for number, chunk in enumerate(chunks) if chunk.num_samples or chunk.captures_logits)
+    head_rows = [
+        row
+        for number in heads
+        for row in range(spans[number].end_row - 1 - chunks[number].num_drafts, spans[number].end_row)
+    ]
+    return Batch(StepInputs(token_ids, attention, recurrent), heads, head_rows, spans, traffic)
 
 
 def _record(chunks: Sequence[ChunkPlan], spans: Sequence[RowSpan]) -> MixerRecord | None:
-    """Keeps the rows of chunks with drafts."""
+    """Keeps the rows of chunks with drafts; of a small step those of all, which costs no copy."""
     drafted = [span for chunk, span in zip(chunks, spans, strict=True) if chunk.num_drafts]
     if not drafted:
         return None
-    return MixerRecord(torch.cat([torch.arange(span.first_row, span.end_row) for span in drafted]))
+    rows = [row for span in drafted for row in range(span.first_row, span.end_row)]
+    return MixerRecord(rows, keeps_all=spans[-1].end_row <= MAX_TAPE_ROWS)
 
 
 def replay_index(
@@ -183,7 +176,7 @@ def replay_index(
     layout: CacheLayout,
     geometry: CacheGeometry,
     num_valid: Mapping[int, int],
-) -> tuple[torch.Tensor, list[RecurrentIndex]]:
+) -> tuple[list[int], list[RecurrentIndex]]:
     """How the states of chunks whose drafts were not all accepted come about.
 
     They start again where the chunk started and run over the rows that count.
@@ -192,18 +185,16 @@ def replay_index(
         num_valid: number of a chunk with drafts -> rows of it that count, at least 1.
 
     Returns:
-        int64 numbers of these rows within the step's `MixerRecord`, and per recurrent group the index.
+        these rows of the step, and per recurrent group the index.
     """
-    kept: list[torch.Tensor] = []
+    kept: list[int] = []
     spans: list[RowSpan] = []
     chunks: list[ChunkPlan] = []
     first = row = 0
     for number, chunk in enumerate(plan.chunks):
-        if not chunk.num_drafts:
-            continue
         if number in num_valid:
             count = num_valid[number]
-            kept.append(torch.arange(first, first + count))
+            kept.extend(range(first, first + count))
             spans.append(RowSpan(row, row + count, chunk.start))
             chunks.append(chunk)
             row += count
@@ -219,7 +210,7 @@ def replay_index(
         )
         for group in range(geometry.num_recurrent_groups)
     ]
-    return torch.cat(kept), indices
+    return kept, indices
 
 
 def _row_spans(chunks: Sequence[ChunkPlan]) -> tuple[RowSpan, ...]:
@@ -235,8 +226,9 @@ def _row_spans(chunks: Sequence[ChunkPlan]) -> tuple[RowSpan, ...]:
     return tuple(spans)
 
 
-def _token_ids(chunks: Sequence[ChunkPlan], vocab_size: int) -> torch.Tensor:
-    all_ids = array("I")
+def _token_ids(chunks: Sequence[ChunkPlan], vocab_size: int) -> list[int]:
+    """Of all rows."""
+    all_ids: list[int] = []
     for chunk in chunks:
         ids = array("I", chunk.tokens)
         if len(ids) != chunk.end - chunk.start:
@@ -248,21 +240,19 @@ def _token_ids(chunks: Sequence[ChunkPlan], vocab_size: int) -> torch.Tensor:
             raise WorkerError(
                 f"request {chunk.request_id}: token id {max(ids)} is outside of vocabulary {vocab_size}"
             )
-        all_ids.extend(ids)
-    return torch.tensor(all_ids, dtype=torch.int64)
+        all_ids += ids
+    return all_ids
 
 
-def _attention_index(
+def _written_pages(
     chunks: Sequence[ChunkPlan],
-    spans: tuple[RowSpan, ...],
     page_tables: Mapping[int, Sequence[PageTable]],
     group: int,
     match_unit: int,
-    num_pages: int,
-) -> AttentionIndex:
-    tables: list[torch.Tensor] = []
-    write_pages: list[int] = []
-    offsets: list[int] = []
+    pools: PoolSet,
+) -> list[int]:
+    """Per row, the page of an attention group that its entry goes to."""
+    pages: list[int] = []
     for chunk in chunks:
         table = page_tables[chunk.request_id][group]
         needed = -(-chunk.last_row_end // match_unit)
@@ -271,18 +261,25 @@ def _attention_index(
                 f"request {chunk.request_id}: {chunk.last_row_end} tokens need {needed} pages, "
                 f"not {len(table)}"
             )
-        tables.append(table.pages(needed))
-        # Numbers, not tensors: a decode step of many requests has one row of each.
         for position in range(chunk.start, chunk.last_row_end):
-            write_pages.append(table[position // match_unit])
-            offsets.append(position % match_unit)
-    if max(write_pages) >= num_pages or min(write_pages) < 0:
+            pages.append(table[position // match_unit])
+    num_pages = pools.attention_pool(group).num_records
+    if max(pages) >= num_pages or min(pages) < 0:
         raise WorkerError(f"attention group {group}: a page id is outside of the pool of {num_pages} records")
-    return AttentionIndex(
-        spans,
-        tuple(tables),
-        torch.tensor(write_pages, dtype=torch.int64),
-        torch.tensor(offsets, dtype=torch.int64),
+    return pages
+
+
+def _offsets(chunks: Sequence[ChunkPlan], match_unit: int) -> list[int]:
+    """Per row, the place of its entry in its page."""
+    return [position % match_unit for chunk in chunks for position in range(chunk.start, chunk.last_row_end)]
+
+
+def _page_tables(
+    chunks: Sequence[ChunkPlan], page_tables: Mapping[int, Sequence[PageTable]], match_unit: int
+) -> tuple[torch.Tensor, ...]:
+    """Of the decoder's attention group, which is the first: per chunk, the pages up to its last row."""
+    return tuple(
+        page_tables[chunk.request_id][0].pages(-(-chunk.last_row_end // match_unit)) for chunk in chunks
     )
 
 
@@ -370,7 +367,7 @@ def _recurrent_index(
             for number, slot in zip(numbers, initial, strict=True)
         ),
         numbers,
-        tuple(replace(export, slot=len(spans) + at) for at, export in enumerate(exports)),
+        tuple(export._replace(slot=len(spans) + at) for at, export in enumerate(exports)),
         tail_rows,
         drafted,
     )

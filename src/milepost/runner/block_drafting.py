@@ -67,21 +67,25 @@ class BlockRunner:
         Args:
             read: [N, taps * D] of the step's rows, outputs of the tap layers side by side.
         """
-        rows = torch.cat([torch.arange(p.first_row, p.first_row + p.end - p.start) for p in parts])
-        self._drafter.store(read.index_select(0, rows), self._index(parts), self._fields)
+        rows = [row for p in parts for row in range(p.first_row, p.first_row + p.end - p.start)]
+        if len(rows) < read.shape[0]:
+            read = read.index_select(0, torch.tensor(rows))
+        self._drafter.store(read, self._index(parts), self._fields)
 
     def _index(self, parts: Sequence[ProcessedRows]) -> AttentionIndex:
         """Where the entries of the parts go; rows are packed."""
-        spans, tables, pages, offsets = [], [], [], []
+        spans, tables = [], []
+        pages: list[int] = []
+        offsets: list[int] = []
         row = 0
         for part in parts:
             spans.append(RowSpan(row, row + part.end - part.start, part.start))
             row += part.end - part.start
-            positions = torch.arange(part.start, part.end)
             tables.append(self._pages(part.table, part.end))
-            pages.append(tables[-1].index_select(0, positions // self._unit))
-            offsets.append(positions % self._unit)
-        return AttentionIndex(tuple(spans), tuple(tables), torch.cat(pages), torch.cat(offsets))
+            for position in range(part.start, part.end):
+                pages.append(part.table[position // self._unit])
+                offsets.append(position % self._unit)
+        return AttentionIndex.of(spans, tables, pages, offsets)
 
     def _pages(self, table: PageTable, end: int) -> torch.Tensor:
         """int64 ids of the pages that cover [0, end)."""
@@ -94,7 +98,8 @@ class BlockRunner:
         ]
         rows = drafter.run(blocks, self._fields)
         base = drafter.base_logits(rows)
-        previous = torch.tensor([lane.token for lane in lanes])
+        previous = [lane.token for lane in lanes]
+        threshold = drafter.spec.confidence_threshold
         state, survival = drafter.first_state(len(lanes)), torch.ones(len(lanes))
         drafts: list[array[int]] = [array("I") for _ in lanes]
         active = list(range(len(lanes)))
@@ -102,13 +107,17 @@ class BlockRunner:
             active = [number for number in active if place < lanes[number].max_drafts]
             if not active:
                 break
-            at = torch.tensor(active)
-            read = drafter.read(rows[at, place], base[at, place], previous[at], state[at])
+            tokens = torch.tensor([previous[number] for number in active])
+            # All lanes, as a rule: views then, no copies.
+            at = slice(None) if len(active) == len(lanes) else torch.tensor(active)
+            read = drafter.read(
+                rows[at, place], base[at, place], tokens, state[at], estimates=threshold > 0.0
+            )
             state[at] = read.state
             logits = read.logits
             if read.confidence is not None:
                 survival[at] *= read.confidence
-                kept = survival[at] >= drafter.spec.confidence_threshold
+                kept = survival[at] >= threshold
                 active = [number for number, keep in zip(active, kept.tolist(), strict=True) if keep]
                 logits = logits[kept]
             guesses = pick_drafts(logits, [lanes[number].sampler for number in active])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from milepost.kernels.index import AttentionIndex, RowSpan
+from milepost.kernels.index import AttentionIndex, RowSpan, int64_columns
 from milepost.models.draft_target import ChainedModules
 from milepost.models.inputs import CacheFields, StepInputs
 from milepost.models.layout import DRAFT_COPY_BYTES, TAP_FIELD, AttentionGroupLayout
@@ -73,6 +73,7 @@ class _Entries:
         self._bases = [sum(units[:number]) for number in range(len(units))]
         self.pages = pages.new_empty(sum(units), *pages.shape[1:])
         self._flat = self.pages.view(-1, pages.shape[2])
+        self._numbers = torch.arange(sum(units))
         for number, (table, start, _) in enumerate(parts):
             if start > first_position:
                 known = pages.index_select(0, table.pages(-(-start // self._unit))).flatten(0, 1)
@@ -85,16 +86,19 @@ class _Entries:
 
     def index(self, rows: Sequence[tuple[int, int, int]]) -> AttentionIndex:
         """Of rows (part, start, end), packed in this order."""
-        spans, tables, places = [], [], []
+        spans, tables = [], []
+        pages: list[int] = []
+        offsets: list[int] = []
         row = 0
         for number, start, end in rows:
             spans.append(RowSpan(row, row + end - start, start - self._first))
             base = self._bases[number]
-            tables.append(torch.arange(base, base - (-(end - self._first) // self._unit)))
-            places.append(torch.arange(start - self._first, end - self._first) + base * self._unit)
+            tables.append(self._numbers[base : base - (-(end - self._first) // self._unit)])
+            for position in range(start - self._first, end - self._first):
+                pages.append(base + position // self._unit)
+                offsets.append(position % self._unit)
             row += end - start
-        at = torch.cat(places)
-        return AttentionIndex(tuple(spans), tuple(tables), at // self._unit, at % self._unit)
+        return AttentionIndex.of(spans, tables, pages, offsets)
 
 
 class ChainRunner:
@@ -156,21 +160,24 @@ class ChainRunner:
             self._clear(module, first, parts)
             rows = [(number, max(part.start, first), part.end) for number, part in enumerate(parts)]
             rows = [row for row in rows if row[1] < row[2]]
-            before = [self._before(module, parts[number], streams[number], *at) for number, *at in rows]
+            before: list[torch.Tensor] = []
+            for number, start, end in rows:
+                before += self._before(module, parts[number], streams[number], start, end)
+            # A copy, for the pages get their newest taps next.
+            hidden = torch.cat(before) if before else None
             self._write_taps(module, parts, streams)
-            if not rows:
+            if hidden is None:
                 continue
-            tokens = [parts[n].tokens[lo - parts[n].start : end - parts[n].start] for n, lo, end in rows]
-            token_ids = torch.tensor([token for some in tokens for token in some], dtype=torch.int64)
+            token_ids, index = self._in_pages(first, parts, rows)
             if module < last:
-                streams = self._run(module, parts, streams, rows, token_ids, torch.cat(before))
+                streams = self._run(module, parts, streams, rows, token_ids, hidden)
             else:
-                inputs = StepInputs(token_ids, self._page_index(first, parts, rows), None)
-                self._modules.store(module, inputs, torch.cat(before), self._fields)
+                self._modules.store(module, StepInputs(token_ids, index, None), hidden, self._fields)
 
     def tap(self, module: int, table: PageTable, position: int) -> torch.Tensor:
-        """[D]: what the module's entry at `position` reads of the position before."""
-        return self._taps[module][int(table.pages(-(-position // self._unit))[-1])]
+        """[1, D]: what the module's entry at `position` reads of the position before."""
+        page = table[(position - 1) // self._unit]
+        return self._taps[module][page : page + 1]
 
     def copied(self, module: int, parts: Sequence[tuple[PageTable, int, int]]) -> _Entries:
         return _Entries(self._entries[module], self._modules.first_position(module), parts)
@@ -200,11 +207,13 @@ class ChainRunner:
 
     def _before(
         self, module: int, part: ProcessedRows, stream: torch.Tensor, start: int, end: int
-    ) -> torch.Tensor:
-        """Hidden states at positions [start - 1, end - 1), [end - start, D]."""
+    ) -> list[torch.Tensor]:
+        """Hidden states at positions [start - 1, end - 1), [end - start, D] in pieces; the first may be what
+        a page holds."""
         if start > part.start:
-            return stream[start - 1 - part.start : end - 1 - part.start]
-        return torch.cat([self.tap(module, part.table, start).unsqueeze(0), stream[: end - 1 - start]])
+            return [stream[start - 1 - part.start : end - 1 - part.start]]
+        tap = self.tap(module, part.table, start)
+        return [tap] if end - start == 1 else [tap, stream[: end - 1 - start]]
 
     def _run(
         self,
@@ -231,7 +240,7 @@ class ChainRunner:
             for place, ((number, start, end), span) in enumerate(zip(some, index.spans, strict=True)):
                 part = parts[number]
                 outputs[number][start - part.start :] = handed_on[span.first_row : span.end_row]
-                at = self._places(part.table, torch.arange(start, end))
+                at = int64_columns(*self._places(part.table, range(start, end)))
                 self._entries[module].index_put_(at, entries.rows(place, start, end))
         return outputs
 
@@ -255,38 +264,43 @@ class ChainRunner:
     ) -> None:
         """At the end of every page that was filled, and at the newest token."""
         for part, stream in zip(parts, streams, strict=True):
-            ends = list(range(part.start - part.start % self._unit + self._unit, part.end, self._unit))
-            positions = torch.tensor([*ends, part.end]) - 1
-            pages, _ = self._places(part.table, positions)
-            self._taps[module].index_put_((pages,), stream.index_select(0, positions - part.start))
+            ends = range(part.start - part.start % self._unit + self._unit, part.end, self._unit)
+            for end in (*ends, part.end):
+                self._taps[module][part.table[(end - 1) // self._unit]] = stream[end - 1 - part.start]
 
     def _clear(self, module: int, first: int, parts: Sequence[ProcessedRows]) -> None:
         """Zeros at a module's first positions, where it has no entry, so that pages have defined bytes."""
         for part in parts:
             if part.start < first:
-                at = self._places(part.table, torch.arange(part.start, min(first, part.end)))
+                at = int64_columns(*self._places(part.table, range(part.start, min(first, part.end))))
                 self._entries[module].index_put_(at, torch.zeros((), dtype=self._entries[module].dtype))
 
-    def _page_index(
+    def _in_pages(
         self, first: int, parts: Sequence[ProcessedRows], rows: Sequence[tuple[int, int, int]]
-    ) -> AttentionIndex:
-        """Rows (part, start, end) in their pages; positions count from the module's first entry."""
-        spans, tables, pages, offsets = [], [], [], []
+    ) -> tuple[torch.Tensor, AttentionIndex]:
+        """Tokens of rows (part, start, end), int64, and where their entries are in their pages; positions
+        count from the module's first entry."""
+        spans, tables = [], []
+        token_ids: list[int] = []
+        pages: list[int] = []
+        offsets: list[int] = []
         row = 0
         for number, start, end in rows:
-            table = parts[number].table
-            at = self._places(table, torch.arange(start, end))
+            part = parts[number]
             spans.append(RowSpan(row, row + end - start, start - first))
-            tables.append(table.pages(-(-end // self._unit)))
-            pages.append(at[0])
-            offsets.append(at[1])
+            tables.append(part.table.pages(-(-end // self._unit)))
+            token_ids += part.tokens[start - part.start : end - part.start]
+            at = self._places(part.table, range(start, end))
+            pages += at[0]
+            offsets += at[1]
             row += end - start
-        return AttentionIndex(tuple(spans), tuple(tables), torch.cat(pages), torch.cat(offsets))
+        ids, page, offset = int64_columns(token_ids, pages, offsets)
+        return ids, AttentionIndex(tuple(spans), tuple(tables), page, offset)
 
-    def _places(self, table: PageTable, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Page and offset of every position."""
-        units = positions // self._unit
-        return table.pages(int(units[-1]) + 1).index_select(0, units), positions % self._unit
+    def _places(self, table: PageTable, positions: range) -> tuple[list[int], list[int]]:
+        """Pages and offsets of positions."""
+        pages = [table[position // self._unit] for position in positions]
+        return pages, [position % self._unit for position in positions]
 
 
 class _Proposals:
@@ -305,10 +319,10 @@ class _Proposals:
             [max(0, runner.first_position(module) - lane.position) for lane in lanes]
             for module in range(num_modules)
         ]
-        self._outputs: dict[tuple[int, int, int], torch.Tensor] = {}
-        """(module, lane, row) -> handed-on state [D]."""
-        self._chain: dict[tuple[int, int], torch.Tensor] = {}
-        """(lane, row) -> handed-on state that the guess behind the row was made from."""
+        self._outputs: dict[tuple[int, int, int], tuple[torch.Tensor, int]] = {}
+        """(module, lane, row) -> handed-on states [N, D], and which of them."""
+        self._chain: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
+        """(lane, row) -> handed-on states, and the one that the guess behind the row was made from."""
 
     def extend(self, step: int) -> bool:
         """Guess number `step` of every lane that wants one; False if none does."""
@@ -320,20 +334,22 @@ class _Proposals:
             return False
         rows = [(n, self._next_rows[module][n], step + 1) for n in self._active]
         token_ids = [self._token(n, row) for n, first, end in rows for row in range(first, end)]
-        hidden = [self._hidden(module, n, row) for n, first, end in rows for row in range(first, end)]
+        before = [self._hidden(module, n, row) for n, first, end in rows for row in range(first, end)]
         entries = self._entries[module]
         index = entries.index(
             [(n, self._lanes[n].position + first, self._lanes[n].position + end) for n, first, end in rows]
         )
-        tokens = torch.tensor(token_ids, dtype=torch.int64)
-        handed_on, normed = self._runner.run(module, entries, index, tokens, torch.stack(hidden))
-        ends = torch.tensor([span.end_row - 1 for span in index.spans])
-        logits = self._runner.logits(module, normed.index_select(0, ends))
+        [tokens] = int64_columns(token_ids)
+        hidden = before[0] if len(before) == 1 else torch.cat(before)
+        handed_on, normed = self._runner.run(module, entries, index, tokens, hidden)
+        if len(token_ids) > len(rows):
+            normed = normed.index_select(0, torch.tensor([span.end_row - 1 for span in index.spans]))
+        logits = self._runner.logits(module, normed)
         guesses = pick_drafts(logits, [self._lanes[n].sampler for n in self._active])
         for (n, first, end), span, guess in zip(rows, index.spans, guesses, strict=True):
             for row in range(first, end):
-                self._outputs[module, n, row] = handed_on[span.first_row + row - first]
-            self._chain[n, step] = handed_on[span.end_row - 1]
+                self._outputs[module, n, row] = handed_on, span.first_row + row - first
+            self._chain[n, step] = handed_on, span.end_row - 1
             self._next_rows[module][n] = end
             if guess not in self._lanes[n].stop_ids:
                 self.drafts[n].append(guess)
@@ -343,9 +359,8 @@ class _Proposals:
         return self._lanes[lane].token if row == 0 else self.drafts[lane][row - 1]
 
     def _hidden(self, module: int, lane: int, row: int) -> torch.Tensor:
-        """What a module reads at a row of the position before, [D]."""
+        """What a module reads at a row of the position before, [1, D]."""
         if row == 0:
             return self._runner.tap(module, self._lanes[lane].table, self._lanes[lane].position)
-        if row <= module:
-            return self._outputs[module - 1, lane, row - 1]
-        return self._chain[lane, row - 1]
+        states, at = self._outputs[module - 1, lane, row - 1] if row <= module else self._chain[lane, row - 1]
+        return states[at : at + 1]

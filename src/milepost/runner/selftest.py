@@ -15,7 +15,7 @@ import torch
 from milepost.config import NOT_EXACT
 from milepost.core.geometry import CacheGeometry
 from milepost.core.plan import ZERO_STATE, ChunkPlan, SamplingParams, StateExport, StepPlan, WorkerRequest
-from milepost.models.inputs import LayerTaps
+from milepost.models.inputs import StepRows
 from milepost.models.loading import LoadedModel
 from milepost.runner.batch import Batch
 from milepost.runner.worker import TorchWorker
@@ -89,10 +89,10 @@ class _RecordingWorker(TorchWorker):
 
     hidden: torch.Tensor
 
-    def hidden_states(self, plan: StepPlan, taps: LayerTaps | None = None) -> tuple[Batch, torch.Tensor]:
-        batch, hidden = super().hidden_states(plan, taps)
-        self.hidden = hidden.clone()
-        return batch, hidden
+    def hidden_states(self, plan: StepPlan, tap_layers: tuple[int, ...] = ()) -> tuple[Batch, StepRows]:
+        batch, rows = super().hidden_states(plan, tap_layers)
+        self.hidden = rows.hidden.clone()
+        return batch, rows
 
 
 @dataclass(slots=True)

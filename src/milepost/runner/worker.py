@@ -26,7 +26,7 @@ from milepost.core.plan import (
     WorkerRequest,
 )
 from milepost.errors import WorkerError
-from milepost.models.inputs import LayerTaps
+from milepost.models.inputs import StepRows
 from milepost.models.loading import LoadedModel
 from milepost.runner.batch import Batch, PageTable, build_batch, replay_index
 from milepost.runner.draft_sampling import DraftSampler, verify_drawn
@@ -87,6 +87,7 @@ class TorchWorker:
         self._clock = clock
         self.pools = PoolSet(model.layout, geometry, cache_bytes)
         self._forward = model.decoder.steps(self.pools.fields)
+        self._inference = torch.inference_mode()
         self._requests: dict[int, _RequestState] = {}
         self._drafter = draft_runner(model, self.pools.fields, geometry.match_unit)
 
@@ -112,7 +113,7 @@ class TorchWorker:
             WorkerError: the plan cannot be executed; page tables are as before.
         """
         undo: list[Callable[[], object]] = []
-        with torch.inference_mode():
+        with self._inference:
             try:
                 for discard in plan.discards:
                     self.pools.pools[discard.pool].discard(discard.record_ids)
@@ -131,14 +132,14 @@ class TorchWorker:
                     raise
                 raise WorkerError(f"step {plan.step_id} failed: {error}") from error
 
-    def hidden_states(self, plan: StepPlan, taps: LayerTaps | None = None) -> tuple[Batch, torch.Tensor]:
+    def hidden_states(self, plan: StepPlan, tap_layers: tuple[int, ...] = ()) -> tuple[Batch, StepRows]:
         """Runs the decoder over the rows of a plan; pages and copies must be applied.
 
         Args:
-            taps: keeps the outputs of the layers it names.
+            tap_layers: layers whose outputs are wanted.
 
         Returns:
-            the batch and hidden states [N, D] of all rows, before the final norm.
+            the batch and what was computed of its rows, logits only if every row needs them.
         """
         batch = build_batch(
             plan,
@@ -155,12 +156,12 @@ class TorchWorker:
             if states.started:
                 checkpoints, running = torch.tensor(states.started, dtype=torch.int64).unbind(1)
                 self.pools.start_from(group, checkpoints, running)
-        hidden = self._forward(batch.inputs, taps)
+        rows = self._forward(batch.inputs, tap_layers, len(batch.head_rows) == batch.num_rows)
         for group, states in enumerate(batch.states):
             if states.ended:
                 running, checkpoints = torch.tensor(states.ended, dtype=torch.int64).unbind(1)
                 self.pools.keep(group, running, checkpoints)
-        return batch, hidden
+        return batch, rows
 
     def close(self) -> None:
         """Gives the cache memory back; no call may follow."""
@@ -224,9 +225,7 @@ class TorchWorker:
         begun = self._clock()
         asked, plan = plan, self._with_own_drafts(plan)
         draft_seconds = self._clock() - begun if plan is not asked else 0.0
-        layers = () if self._drafter is None else self._drafter.tap_layers
-        taps = LayerTaps(layers) if layers else None
-        batch, hidden = self.hidden_states(plan, taps)
+        batch, rows = self.hidden_states(plan, () if self._drafter is None else self._drafter.tap_layers)
         results: dict[int, ChunkResult] = {
             number: ChunkResult(chunk.request_id, chunk.end, [], [])
             for number, chunk in enumerate(plan.chunks)
@@ -234,11 +233,11 @@ class TorchWorker:
         for number, chunk in enumerate(asked.chunks):
             if chunk.num_own_drafts:
                 results[number].draft_tokens = plan.chunks[number].draft_tokens
-        failed = self._add_heads(plan, batch, hidden, results)
-        failed += self._add_scores(plan, hidden, results)
+        failed = self._add_heads(plan, batch, rows, results)
+        failed += self._add_scores(plan, rows.hidden, results)
         self._settle_drafts(plan, batch, results)
         if self._drafter is not None:
-            read = hidden if taps is None else taps.rows
+            read = rows.joined_taps if rows.taps else rows.hidden
             self._record(self._drafter, plan, batch, read, results)
         error = None
         if failed:
@@ -269,15 +268,15 @@ class TorchWorker:
         return failed
 
     def _add_heads(
-        self, plan: StepPlan, batch: Batch, hidden: torch.Tensor, results: dict[int, ChunkResult]
+        self, plan: StepPlan, batch: Batch, computed: StepRows, results: dict[int, ChunkResult]
     ) -> list[int]:
         """Samples, and captures logits where asked for; drops and returns the chunks that are not finite."""
         if not batch.head_chunks:
             return []
-        # The rows ascend: as many as there are, are all.
-        is_all = batch.head_rows.shape[0] == hidden.shape[0]
-        heads = hidden if is_all else hidden.index_select(0, batch.head_rows)
-        logits = self._model.decoder.logits(heads)
+        logits = computed.logits
+        if logits is None:
+            heads = computed.hidden.index_select(0, torch.tensor(batch.head_rows))
+            logits = self._model.decoder.logits(heads)
         native = self._model.kernels.sampling
         rows: list[SamplingRow | None] = []
         drawn: dict[int, list[SampledToken]] = {}
@@ -337,7 +336,8 @@ class TorchWorker:
         if not num_valid or inputs is None or inputs.record is None:
             return
         kept, indices = replay_index(plan, self._model.layout, self._geometry, num_valid)
-        self._model.decoder.replay(inputs.record, kept, indices[0], self.pools.fields)
+        places = inputs.record.places(kept)
+        self._model.decoder.replay(inputs.record, places, indices[0], self.pools.fields)
 
     def draft(self, plan: StepPlan) -> StepDrafts:
         """Makes the drafts that a plan asks for. The plan is executed next, with them.
@@ -346,7 +346,7 @@ class TorchWorker:
             WorkerError: it cannot be done, see `_own_drafts`.
         """
         begun = self._clock()
-        with torch.inference_mode():
+        with self._inference:
             for chunk in plan.chunks:
                 if chunk.num_own_drafts:
                     self._replace_pages(chunk, [])
