@@ -136,6 +136,12 @@ def test_chat_shows_what_each_turn_cost(run: Run, tiny: list[ServingOptions]) ->
     assert all("first token after" in line and "computed" in line for line in costs)
 
 
+def test_chat_asks_nobody_about_a_command_it_does_not_know(run: Run, tiny: list[ServingOptions]) -> None:
+    status, out, err = run("chat", stdin="/rest\n/usr/bin {{a path}}\n")
+    assert (status, out) == (0, "a path\n")
+    assert "/rest is no command" in err and "/reset starts over" in err
+
+
 @pytest.mark.parametrize("command", [("complete", "x"), ("chat",)])
 def test_both_take_a_drafter(run: Run, tiny: list[ServingOptions], command: tuple[str, ...]) -> None:
     flag = "--speculative-config"

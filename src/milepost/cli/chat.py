@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,8 @@ from milepost.errors import MilepostError
 if TYPE_CHECKING:
     from milepost.engine.serving import ServingModel, ServingOptions
 
+_COMMAND = re.compile(r"/[a-z]+")
+"""A line that is one word behind a slash was meant for the program; a path has more of them."""
 HELP = "/reset starts over, /exit (or end of input) leaves, Ctrl-C stops an answer"
 
 
@@ -59,6 +62,8 @@ class _Terminal:
                 self._messages = list(self._opening)
             elif text == "/help":
                 self._console.print(HELP, style="dim")
+            elif _COMMAND.fullmatch(text):
+                self._console.print(f"{text} is no command: {HELP}", style="dim", markup=False)
             elif text:
                 self._turn(text)
 

@@ -33,6 +33,10 @@ def model_directory(path: str | Path) -> Path:
     if not directory.is_dir():
         if f"{path}/".startswith(_SHIPPED) and (ASSETS / path).is_dir():
             return ASSETS / path
+        if str(path).startswith(_SHIPPED):
+            shipped = sorted(folder.parent.name for folder in (ASSETS / _SHIPPED).glob(f"*/{CONFIG_FILE}"))
+            names = " and ".join(f"{_SHIPPED}{name}" for name in shipped)
+            raise CheckpointFileError(f"{path} does not come with the package; {names} do")
         if is_hub_id(str(path)) and not directory.exists():
             return snapshot_directory(str(path))
         raise CheckpointFileError(f"{directory} is not a directory; give a local directory with config.json")
