@@ -282,8 +282,8 @@ def plot(results: Results, path: Path) -> None:
     panels.append(("later turn, first token, ms", later))
     panels = [panel for panel in panels if panel[1]] or panels[:1]
     colours = dict(zip(engines, ("#1b6ca8", "#e08e0b", "#5b8c5a", "#8f8f8f"), strict=True))
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(12, 2.8), layout="constrained")
-    for axis, (title, values) in zip(axes, panels, strict=True):
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(12, 2.8), layout="constrained", squeeze=False)
+    for axis, (title, values) in zip(axes[0], panels, strict=True):
         bars = axis.barh(list(values), list(values.values()), color=[colours[name] for name in values])
         axis.bar_label(bars, fmt="%.3g", padding=2, fontsize=8)
         axis.set_title(title, fontsize=9)

@@ -170,6 +170,16 @@ def test_nothing_measured_is_still_a_table(bench: SimpleNamespace) -> None:
     assert all(len(row.cells()) == len(bench.peer_report.COLUMNS) for row in rows)
 
 
+def test_a_single_phase_has_a_plot(bench: SimpleNamespace, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need the bench extra")
+    report, measures = bench.peer_report, bench.peer_measures
+    results = report.Results(chats={report.CHAT_32: measures.ChatResult(1000, 100, 0.9, 20.0, 10.0)})
+
+    report.plot(results, tmp_path / "plot.png")
+
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
 def test_a_process_tree_has_everything_below_its_root(bench: SimpleNamespace) -> None:
     servers = bench.peer_servers
 
