@@ -42,6 +42,7 @@ def preemptions(seed: int, cache_bytes: int, num_requests: int, num_drafts: int)
         if not scheduler.has_unfinished_requests:
             break
         scheduler.commit(worker.execute(scheduler.schedule(float(step))))
+        assert scheduler.audit() == []
     assert not scheduler.has_unfinished_requests
     return scheduler.cache.counters.num_preemptions
 

@@ -171,10 +171,9 @@ class DraftPlanner:
             if taken is None:
                 continue
             num_more = lease.num_units - taken.num_units
-            for pool, table in enumerate(lease.page_tables):
-                for page in table[taken.num_units :]:
+            for pool, pages in enumerate(lease.cut(taken.num_units)):
+                for page in pages:
                     cache.memory.release(pool, page)
-                del table[taken.num_units :]
             chunk.new_pages = [pages[: len(pages) - num_more] for pages in chunk.new_pages]
             for boundary in taken.boundaries:
                 cache.give_back_slots(lease.exports.pop(boundary)[0])

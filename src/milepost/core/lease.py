@@ -81,6 +81,13 @@ class Lease:
         self.exports, self.previous = {}, None
         return taken
 
+    def cut(self, num_units: int) -> list[list[int]]:
+        """Pages behind the first `num_units`, per attention group, to be given back; the lease forgets them."""
+        cut = [table[num_units:] for table in self.page_tables]
+        for table in self.page_tables:
+            del table[num_units:]
+        return cut
+
     @property
     def num_units(self) -> int:
         """Units the page tables cover (0 for a model without attention)."""

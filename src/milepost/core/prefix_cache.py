@@ -451,9 +451,8 @@ class PrefixCache:
         if lease.running is not None:
             self.give_back_running(lease.running)
             lease.running = None
-        first_own = lease.tip.depth
-        for pool, table in enumerate(lease.page_tables):
-            for page in table[first_own:]:
+        for pool, pages in enumerate(lease.cut(lease.tip.depth)):
+            for page in pages:
                 self.memory.release(pool, page)
         lease.page_tables = [[] for _ in lease.page_tables]
         self.tree.unpin(lease.tip)

@@ -99,6 +99,8 @@ def store_keys_values(
 ) -> None:
     """Stores what a mixer would: keys, normed and rotated, and values [N, kv heads * head_dim].
 
+    It is a mixer's call, so that attention of as many heads over the context comes with it, unread.
+
     Args:
         params: with as many query heads as key-value heads, the fewest that a mixer takes.
     """
