@@ -74,9 +74,10 @@ def sample_checked(
     Args:
         rows: one per row of `logits`; None = nothing is sampled there, and there is no token for it.
     """
-    token_ids, finite = _tokens(logits, rows, native)
+    raw = logits.unbind(0)
+    token_ids, finite = _tokens(logits, raw, rows, native)
     tokens = [
-        with_logprobs(logits[number], token_ids[number], row.params, native)
+        with_logprobs(raw[number], token_ids[number], row.params, native)
         for number, row in enumerate(rows)
         if row is not None
     ]
@@ -85,19 +86,26 @@ def sample_checked(
 
 def token_of(logits: torch.Tensor, row: SamplingRow, native: NativeSampling | None = None) -> int:
     """The token id of one row, fp32 [vocabulary]."""
-    return _tokens(logits.unsqueeze(0), [row], native)[0][0]
+    return _tokens(logits.unsqueeze(0), [logits], [row], native)[0][0]
 
 
 def _tokens(
-    logits: torch.Tensor, rows: Sequence[SamplingRow | None], native: NativeSampling | None
+    logits: torch.Tensor,
+    raw: Sequence[torch.Tensor],
+    rows: Sequence[SamplingRow | None],
+    native: NativeSampling | None,
 ) -> tuple[list[int], list[bool]]:
-    """Per row a token id, which means something where `rows` is not None, and whether it is finite."""
+    """Per row a token id, which means something where `rows` is not None, and whether it is finite.
+
+    Args:
+        raw: the rows of `logits`.
+    """
     if native is not None:
-        return _native_tokens(logits, rows, native)
+        return _native_tokens(logits, raw, rows, native)
     keys = [_key_of(row) for row in rows if row is not None and row.params.temperature > 0.0]
     noise = iter(gumbel_noise(keys, logits.shape[1]))
     token_ids = []
-    for values, row in zip(logits, rows, strict=True):
+    for values, row in zip(raw, rows, strict=True):
         if row is None:
             token_ids.append(0)
         elif row.params.temperature > 0.0:
@@ -108,7 +116,10 @@ def _tokens(
 
 
 def _native_tokens(
-    logits: torch.Tensor, rows: Sequence[SamplingRow | None], native: NativeSampling
+    logits: torch.Tensor,
+    raw: Sequence[torch.Tensor],
+    rows: Sequence[SamplingRow | None],
+    native: NativeSampling,
 ) -> tuple[list[int], list[bool]]:
     """As `_tokens`. Rows that Python changes first take a call of their own."""
     rules: list[SampleRule | None] = [None] * len(rows)
@@ -116,9 +127,8 @@ def _native_tokens(
     for number, row in enumerate(rows):
         if row is not None:
             rules[number] = _rule_of(row, logits.shape[1])
-            raw = logits[number]
-            processed = _processed(raw, row)
-            if processed is not raw:
+            processed = _processed(raw[number], row)
+            if processed is not raw[number]:
                 changed[number] = processed
     token_ids, finite = native.sample(
         logits, [None if number in changed else rule for number, rule in enumerate(rules)]
