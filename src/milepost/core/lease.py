@@ -82,7 +82,7 @@ class Lease:
         return taken
 
     def cut(self, num_units: int) -> list[list[int]]:
-        """Pages behind the first `num_units`, per attention group, to be given back; the lease forgets them."""
+        """Pages behind the first `num_units`, per attention group, to give back; the lease forgets them."""
         cut = [table[num_units:] for table in self.page_tables]
         for table in self.page_tables:
             del table[num_units:]
