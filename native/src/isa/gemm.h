@@ -186,7 +186,7 @@ void multiply_dot_panel(const float* x, int64_t x_step, const char* panel, int64
 template <Panel kind, int ROWS>
 void multiply_panel(const float* x, int64_t x_step, const char* panel, int64_t depth, float* c, int64_t c_step,
                     bool accumulate) {
-  if (kTileVecs == 2 || ROWS <= kWideRows) {
+  if (ROWS <= kWholeRows) {
     multiply<kind, ROWS, 1, 2>(x, x_step, panel, 0, depth, c, c_step, accumulate, 0);
   } else {
     multiply<kind, ROWS, 1, 1>(x, x_step, panel, 0, depth, c, c_step, accumulate, 0);
