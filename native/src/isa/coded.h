@@ -174,7 +174,7 @@ struct CodedProduct {
 
 template <class Code, bool dot, int ROWS>
 void multiply_coded(const Packed& w, const float* x, const char* panel, float* c) {
-  constexpr int kVecs = ROWS <= kWholeRows ? 2 : kTileVecs;
+  constexpr int kVecs = ROWS <= kWholeCodedRows ? 2 : kTileVecs;
   MP_UNROLL
   for (int half = 0; half < 2; half += kVecs) {
     CodedProduct<Code, dot, ROWS, kVecs> product;
