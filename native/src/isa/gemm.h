@@ -47,6 +47,8 @@ inline Vec rounded(Vec x, Type type) {
 // to look that far ahead itself. Those of one row do not.
 constexpr int64_t kPrefetchBytes = 4096;
 MP_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+// To the second-level cache, which waits for more lines at a time than the first.
+MP_INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // How 16-bit weights share a 32-bit lane.
 enum class Panel {
