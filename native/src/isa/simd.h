@@ -362,8 +362,10 @@ inline float sum(Vec a) {
 }
 template <class Row>
 inline __attribute__((always_inline)) void transpose_of(uint32_t* block, int64_t out_step, Row row) {
-  for (int i = 0; i < 16; i++)
-    for (int j = 0; j < 16; j++) std::memcpy(block + j * out_step + i, row(i) + 4 * j, 4);
+  for (int i = 0; i < 16; i++) {
+    const char* lanes = row(i);
+    for (int j = 0; j < 16; j++) std::memcpy(block + j * out_step + i, lanes + 4 * j, 4);
+  }
 }
 
 #endif
