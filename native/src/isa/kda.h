@@ -29,6 +29,7 @@ struct KdaItem {
   int64_t key_head, served, key_pad, value_pad, history, width;
   KdaBlock block;
   float* state_memory = nullptr;
+  const float* ahead = nullptr;  // the state that is read after the one at work, laid out like a slot
 
   KdaItem(const KdaArgs& args, int64_t item)
       : a(args), seq(args.sequences[item / args.key_heads]), key_head(item % args.key_heads),
@@ -147,9 +148,14 @@ struct KdaItem {
              int64_t first, int64_t end) {
     Vec by_k[VECS], by_q[VECS], delta[VECS];
     const int64_t keys = a.key_dim;
+    // Half of the next state's lines while this one is read, half while it is updated: columns of a slot are too far
+    // apart for hardware prefetchers.
+    const float* fetched = ahead == nullptr ? source : ahead + column;
+    const int64_t fetched_step = ahead == nullptr ? source_step : a.value_dim;
     for (int j = 0; j < VECS; j++) by_k[j] = by_q[j] = zero();
     for (int64_t d = 0; d < keys; d++) {
       const Vec kd = set1(block.decayed_k[first * key_pad + d]), qd = set1(block.decayed_q[first * key_pad + d]);
+      for (int j = 0; j < VECS; j += 2) prefetch_far(fetched + d * fetched_step + j * kLanes);
       for (int j = 0; j < VECS; j++) {
         const Vec s = load(source + d * source_step + j * kLanes);
         by_k[j] = fma(kd, s, by_k[j]);
@@ -170,6 +176,7 @@ struct KdaItem {
       const float *next_q = block.decayed_q + (last ? t : t + 1) * key_pad;
       for (int64_t d = 0; d < keys; d++) {
         const Vec ed = set1(e[d]), kd = set1(k[d]), nk = set1(next_k[d]), nq = set1(next_q[d]);
+        for (int j = 1; j < VECS; j += 2) prefetch_far(fetched + d * fetched_step + j * kLanes);
         for (int j = 0; j < VECS; j++) {
           const Vec s = fma(kd, delta[j], mul(ed, load(source + d * source_step + j * kLanes)));
           store(target + d * target_step + j * kLanes, s);
@@ -286,10 +293,18 @@ struct KdaItem {
     return const_cast<float*>(seq.initial_state) + head(j) * a.key_dim * a.value_dim;
   }
 
+  // Heads of a sequence lie one after the other, and items are taken in their order.
+  const float* after(int64_t j) const {
+    if (!direct() || seq.initial_state == nullptr) return nullptr;
+    if (head(j) + 1 < a.heads) return initial(j) + a.key_dim * a.value_dim;
+    return &seq + 1 < a.sequences + a.num_sequences ? (&seq + 1)->initial_state : nullptr;
+  }
+
   // The block's tokens through value head j, stopping at each export; returns the next export.
   int64_t run_block(int64_t j, int64_t first, int64_t count, int64_t next_export) {
     float* running = slot_state(seq.running_slot, j);
     const StatePanels target = direct() ? in_slot(running) : local(j);
+    ahead = after(j);
     for (int64_t done = 0; done < count;) {
       const bool exports = next_export < seq.end_export && a.exports[next_export].offset <= first + count;
       const int64_t end = exports ? a.exports[next_export].offset - first : count;
