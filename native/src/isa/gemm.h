@@ -42,13 +42,18 @@ inline Vec rounded(Vec x, Type type) {
 // Sums must become registers, so every loop over them has to disappear.
 #define MP_UNROLL _Pragma("GCC unroll 16")
 
-// Weights are read once and in order, one panel after the other: two side by side are read an eighth slower. Hardware
-// prefetchers stop at every page of 4 KiB, and products of several rows compute too long between two lines for the CPU
-// to look that far ahead itself. Those of one row do not.
+// Weights are read once and in order, one panel after the other: two side by side are read an eighth slower.
 constexpr int64_t kPrefetchBytes = 4096;
 MP_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 // To the second-level cache, which waits for more lines at a time than the first.
 MP_INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
+// Hardware prefetchers stop at every page of 4 KiB, and products of several rows compute too long between two lines for
+// the CPU to look that far ahead itself. One row does not; distances were measured, see docs/kernels.md.
+template <int ROWS>
+MP_INLINE void prefetch_weights(const char* line) {
+  if (ROWS >= 6) prefetch_far(line + 4 * kPrefetchBytes);
+  else if (ROWS > 1) prefetch(line + kPrefetchBytes);
+}
 
 // How 16-bit weights share a 32-bit lane.
 enum class Panel {
@@ -160,7 +165,7 @@ MP_INLINE void multiply_dot_onto(Accumulators<Panel::depth_pairs, ROWS, PANELS, 
     for (int v = 0; v < PANELS * 2; v++) {
       const char* line = panels + v / 2 * panel_bytes + (pair * kPanel + v % 2 * kLanes) * 4;
       w[v] = (__m512bh)_mm512_loadu_si512(line);
-      if (ROWS > 1) prefetch(line + kPrefetchBytes);
+      prefetch_weights<ROWS>(line);
     }
     MP_UNROLL
     for (int r = 0; r < ROWS; r++) {
