@@ -231,18 +231,18 @@ void multiply_scaled(const Packed& w, const float* x, const char* panel, const u
     const char* weights = reinterpret_cast<const char*>(pairs);
 #if defined(MP_DOT)
     if (form == Form::dot) {
-      Accumulators<Panel::depth_pairs, ROWS, 1, 2> sums;
+      Accumulators<Panel::depth_pairs, ROWS, 2> sums;
       sums.begin(c, kPanel, 0, false);
-      multiply_dot_onto(sums, reinterpret_cast<const uint32_t*>(x), ROWS, weights, 0, w.group / 2);
+      multiply_dot_onto(sums, reinterpret_cast<const uint32_t*>(x), ROWS, weights, w.group / 2);
       sums.end_scaled(c, kPanel, 0, scales, g == 0);
       continue;
     }
 #endif
     MP_UNROLL
     for (int half = 0; half < 2; half += kTileVecs) {
-      Accumulators<Panel::depth_pairs, ROWS, 1, kTileVecs> sums;
+      Accumulators<Panel::depth_pairs, ROWS, kTileVecs> sums;
       sums.begin(c, kPanel, half, false);
-      multiply_onto(sums, x, ROWS, weights, 0, w.group, half);
+      multiply_onto(sums, x, ROWS, weights, w.group, half);
       sums.end_scaled(c, kPanel, half, scales, g == 0);
     }
   }

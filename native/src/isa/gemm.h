@@ -62,31 +62,31 @@ enum class Panel {
   depth_pairs,   // bf16: [k / 2][32] lanes of k and k + 1
 };
 
-template <Panel kind, int ROWS, int PANELS, int VECS>
+template <Panel kind, int ROWS, int VECS>
 struct Accumulators {
-  Vec acc[ROWS][PANELS * VECS];
+  Vec acc[ROWS][VECS];
 
-  // c[r][p * 32 + j]
+  // c[r][j]
   static MP_INLINE float* at(float* c, int64_t c_step, int first_half, int r, int v) {
-    return c + r * c_step + v / VECS * kPanel + (first_half + v % VECS) * kLanes;
+    return c + r * c_step + (first_half + v) * kLanes;
   }
   MP_INLINE void begin(float* c, int64_t c_step, int first_half, bool accumulate) {
     MP_UNROLL
     for (int r = 0; r < ROWS; r++)
       MP_UNROLL
-      for (int v = 0; v < PANELS * VECS; v++) acc[r][v] = accumulate ? load(at(c, c_step, first_half, r, v)) : zero();
+      for (int v = 0; v < VECS; v++) acc[r][v] = accumulate ? load(at(c, c_step, first_half, r, v)) : zero();
   }
   MP_INLINE void end(float* c, int64_t c_step, int first_half) const {
     MP_UNROLL
     for (int r = 0; r < ROWS; r++)
       MP_UNROLL
-      for (int v = 0; v < PANELS * VECS; v++) store(at(c, c_step, first_half, r, v), acc[r][v]);
+      for (int v = 0; v < VECS; v++) store(at(c, c_step, first_half, r, v), acc[r][v]);
   }
   // c = scale * sums + c, with a scale per column; c counts as zero if `first`.
   MP_INLINE void end_scaled(float* c, int64_t c_step, int first_half, const uint16_t* scales, bool first) const {
     MP_UNROLL
-    for (int v = 0; v < PANELS * VECS; v++) {
-      const Vec scale = load_bf16(scales + (first_half + v % VECS) * kLanes);
+    for (int v = 0; v < VECS; v++) {
+      const Vec scale = load_bf16(scales + (first_half + v) * kLanes);
       MP_UNROLL
       for (int r = 0; r < ROWS; r++) {
         float* total = at(c, c_step, first_half, r, v);
@@ -99,39 +99,36 @@ struct Accumulators {
     for (int r = 0; r < ROWS; r++) {
       const Vec xr = set1(x[r]);
       MP_UNROLL
-      for (int v = 0; v < PANELS * VECS; v++) acc[r][v] = fma(xr, w[v], acc[r][v]);
+      for (int v = 0; v < VECS; v++) acc[r][v] = fma(xr, w[v], acc[r][v]);
     }
   }
 };
 
-// sums += x[k * x_step + r] * panel_p[k][j] for ROWS rows and PANELS panels, k ascending.
+// sums += x[k * x_step + r] * panel[k][j] for ROWS rows, k ascending.
 // depth_pairs: depth and the rows behind it are even.
-template <Panel kind, int ROWS, int PANELS, int VECS>
-MP_INLINE void multiply_onto(Accumulators<kind, ROWS, PANELS, VECS>& sums, const float* x, int64_t x_step,
-                             const char* panels, int64_t panel_bytes, int64_t depth, int first_half) {
-  constexpr int kVecs = PANELS * VECS;
+template <Panel kind, int ROWS, int VECS>
+MP_INLINE void multiply_onto(Accumulators<kind, ROWS, VECS>& sums, const float* x, int64_t x_step,
+                             const char* panel, int64_t depth, int first_half) {
   if (kind == Panel::depth_pairs) {
     for (int64_t pair = 0; pair < depth / 2; pair++, x += 2 * x_step) {
-      const uint32_t* lanes[kVecs];
-      Vec w[kVecs];
+      const uint32_t* lanes[VECS];
+      Vec w[VECS];
       MP_UNROLL
-      for (int v = 0; v < kVecs; v++)
-        lanes[v] = reinterpret_cast<const uint32_t*>(panels + v / VECS * panel_bytes) + pair * kPanel +
-                   (first_half + v % VECS) * kLanes;
+      for (int v = 0; v < VECS; v++)
+        lanes[v] = reinterpret_cast<const uint32_t*>(panel) + pair * kPanel + (first_half + v) * kLanes;
       MP_UNROLL
-      for (int v = 0; v < kVecs; v++) w[v] = pair_low(lanes[v]);
+      for (int v = 0; v < VECS; v++) w[v] = pair_low(lanes[v]);
       sums.step(x, w);
       MP_UNROLL
-      for (int v = 0; v < kVecs; v++) w[v] = pair_high(lanes[v]);
+      for (int v = 0; v < VECS; v++) w[v] = pair_high(lanes[v]);
       sums.step(x + x_step, w);
     }
   } else {
     for (int64_t k = 0; k < depth; k++, x += x_step) {
-      Vec w[kVecs];
+      Vec w[VECS];
       MP_UNROLL
-      for (int v = 0; v < kVecs; v++) {
-        const char* panel = panels + v / VECS * panel_bytes;
-        const int half = first_half + v % VECS;
+      for (int v = 0; v < VECS; v++) {
+        const int half = first_half + v;
         if (kind == Panel::wide) {
           w[v] = load(reinterpret_cast<const float*>(panel) + k * kPanel + half * kLanes);
         } else {
@@ -144,26 +141,26 @@ MP_INLINE void multiply_onto(Accumulators<kind, ROWS, PANELS, VECS>& sums, const
   }
 }
 
-// c[r][p * 32 + j] (+)= the same.
-template <Panel kind, int ROWS, int PANELS, int VECS>
-inline void multiply(const float* x, int64_t x_step, const char* panels, int64_t panel_bytes, int64_t depth,
+// c[r][j] (+)= the same.
+template <Panel kind, int ROWS, int VECS>
+inline void multiply(const float* x, int64_t x_step, const char* panel, int64_t depth,
                      float* c, int64_t c_step, bool accumulate, int first_half) {
-  Accumulators<kind, ROWS, PANELS, VECS> sums;
+  Accumulators<kind, ROWS, VECS> sums;
   sums.begin(c, c_step, first_half, accumulate);
-  multiply_onto(sums, x, x_step, panels, panel_bytes, depth, first_half);
+  multiply_onto(sums, x, x_step, panel, depth, first_half);
   sums.end(c, c_step, first_half);
 }
 
 #if defined(MP_DOT)
 // The same for rows and weights that are both bf16 pairs: x[pair * x_step + r] as 32-bit lanes.
-template <int ROWS, int PANELS>
-MP_INLINE void multiply_dot_onto(Accumulators<Panel::depth_pairs, ROWS, PANELS, 2>& sums, const uint32_t* x,
-                                 int64_t x_step, const char* panels, int64_t panel_bytes, int64_t pairs) {
+template <int ROWS>
+MP_INLINE void multiply_dot_onto(Accumulators<Panel::depth_pairs, ROWS, 2>& sums, const uint32_t* x,
+                                 int64_t x_step, const char* panel, int64_t pairs) {
   for (int64_t pair = 0; pair < pairs; pair++, x += x_step) {
-    __m512bh w[PANELS * 2];
+    __m512bh w[2];
     MP_UNROLL
-    for (int v = 0; v < PANELS * 2; v++) {
-      const char* line = panels + v / 2 * panel_bytes + (pair * kPanel + v % 2 * kLanes) * 4;
+    for (int v = 0; v < 2; v++) {
+      const char* line = panel + (pair * kPanel + v * kLanes) * 4;
       w[v] = (__m512bh)_mm512_loadu_si512(line);
       prefetch_weights<ROWS>(line);
     }
@@ -171,22 +168,22 @@ MP_INLINE void multiply_dot_onto(Accumulators<Panel::depth_pairs, ROWS, PANELS, 
     for (int r = 0; r < ROWS; r++) {
       const __m512bh xr = (__m512bh)_mm512_set1_epi32(int(x[r]));
       MP_UNROLL
-      for (int v = 0; v < PANELS * 2; v++) sums.acc[r][v].v = _mm512_dpbf16_ps(sums.acc[r][v].v, xr, w[v]);
+      for (int v = 0; v < 2; v++) sums.acc[r][v].v = _mm512_dpbf16_ps(sums.acc[r][v].v, xr, w[v]);
     }
   }
 }
-template <int ROWS, int PANELS>
-inline void multiply_dot(const uint32_t* x, int64_t x_step, const char* panels, int64_t panel_bytes, int64_t pairs,
+template <int ROWS>
+inline void multiply_dot(const uint32_t* x, int64_t x_step, const char* panel, int64_t pairs,
                          float* c, int64_t c_step, bool accumulate) {
-  Accumulators<Panel::depth_pairs, ROWS, PANELS, 2> sums;
+  Accumulators<Panel::depth_pairs, ROWS, 2> sums;
   sums.begin(c, c_step, 0, accumulate);
-  multiply_dot_onto(sums, x, x_step, panels, panel_bytes, pairs);
+  multiply_dot_onto(sums, x, x_step, panel, pairs);
   sums.end(c, c_step, 0);
 }
 template <int ROWS>
 void multiply_dot_panel(const float* x, int64_t x_step, const char* panel, int64_t depth, float* c, int64_t c_step,
                         bool accumulate) {
-  multiply_dot<ROWS, 1>(reinterpret_cast<const uint32_t*>(x), x_step, panel, 0, depth / 2, c, c_step, accumulate);
+  multiply_dot<ROWS>(reinterpret_cast<const uint32_t*>(x), x_step, panel, depth / 2, c, c_step, accumulate);
 }
 #endif
 
@@ -194,10 +191,10 @@ template <Panel kind, int ROWS>
 void multiply_panel(const float* x, int64_t x_step, const char* panel, int64_t depth, float* c, int64_t c_step,
                     bool accumulate) {
   if (ROWS <= kWholeRows) {
-    multiply<kind, ROWS, 1, 2>(x, x_step, panel, 0, depth, c, c_step, accumulate, 0);
+    multiply<kind, ROWS, 2>(x, x_step, panel, depth, c, c_step, accumulate, 0);
   } else {
-    multiply<kind, ROWS, 1, 1>(x, x_step, panel, 0, depth, c, c_step, accumulate, 0);
-    multiply<kind, ROWS, 1, 1>(x, x_step, panel, 0, depth, c, c_step, accumulate, 1);
+    multiply<kind, ROWS, 1>(x, x_step, panel, depth, c, c_step, accumulate, 0);
+    multiply<kind, ROWS, 1>(x, x_step, panel, depth, c, c_step, accumulate, 1);
   }
 }
 
