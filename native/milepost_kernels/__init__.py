@@ -6,10 +6,12 @@ from milepost_kernels._native import (
     PackedWeight,
     RecurrentPlan,
     Tape,
+    add_shared,
     attend,
     attend_latents,
     available_isas,
     embed,
+    gate_values,
     gdn_mixer,
     gqa_mixer,
     gumbel_noise,
@@ -17,6 +19,7 @@ from milepost_kernels._native import (
     kda_mixer,
     linear,
     log_probabilities,
+    mix_sources,
     moe,
     num_threads,
     numerics_id,
@@ -28,16 +31,18 @@ from milepost_kernels._native import (
     sample,
     set_isa,
     set_num_threads,
+    store_keys_values,
     store_latents,
 )
 
 __version__ = "0.1.0"
 API_VERSION = 2
 """Raised with every change of a signature; Milepost refuses another one."""
-API_REVISION = 4
+API_REVISION = 5
 """Raised with every addition; Milepost does without what an older library lacks.
 
-1: coded weights; 2: expanded latents; 3: packing of stored parts, tapes; 4: sampling.
+1: coded weights; 2: expanded latents; 3: packing of stored parts, tapes; 4: sampling;
+5: any gated experts behind either router, shared experts, output gates, mixes of sources, storing of keys and values.
 """
 
 __all__ = [
@@ -48,10 +53,12 @@ __all__ = [
     "PackedWeight",
     "RecurrentPlan",
     "Tape",
+    "add_shared",
     "attend",
     "attend_latents",
     "available_isas",
     "embed",
+    "gate_values",
     "gdn_mixer",
     "gqa_mixer",
     "gumbel_noise",
@@ -59,6 +66,7 @@ __all__ = [
     "kda_mixer",
     "linear",
     "log_probabilities",
+    "mix_sources",
     "moe",
     "num_threads",
     "numerics_id",
@@ -70,5 +78,6 @@ __all__ = [
     "sample",
     "set_isa",
     "set_num_threads",
+    "store_keys_values",
     "store_latents",
 ]

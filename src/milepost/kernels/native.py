@@ -8,7 +8,7 @@ only tensor a step allocates, but for copies of it where layers are tapped.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -17,11 +17,14 @@ import torch
 
 from milepost.core.plan import ZERO_STATE
 from milepost.errors import ConfigError
+from milepost.kernels import native_older
 from milepost.kernels.arguments import KdaInputs, KdaParams, MoeParams
 from milepost.kernels.index import AttentionIndex, RecurrentIndex
 from milepost.kernels.native_library import CODED_REASON, NativeLibrary, packing_threads
+from milepost.kernels.native_older import ComposedExperts, ComposedGlu
 from milepost.kernels.native_sampling import NativeSampling
 from milepost.kernels.reference_coded import IntegerWeight, Matrix, Mxfp4Weight, read, stacked
+from milepost.kernels.reference_experts import SWIGLU, GluActivation
 from milepost.kernels.reference_gdn import GdnInputs, GdnParams
 from milepost.kernels.reference_gqa import GqaInputs, GqaParams
 from milepost.kernels.stored import StoredMatrix, StoredPart
@@ -38,6 +41,7 @@ class NativeLinear:
 
     Attributes:
         bounds: column ranges of the parts.
+        betas: of the activation of gate and up, () for SwiGLU.
     """
 
     packed: Any
@@ -45,6 +49,18 @@ class NativeLinear:
     out_features: int
     dtype: torch.dtype
     bounds: tuple[tuple[int, int], ...] = ()
+    betas: tuple[float | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NativeExperts:
+    """Attributes:
+    packed: what the library packed.
+    betas: of the activation, () for SwiGLU.
+    """
+
+    packed: Any
+    betas: tuple[float | None, ...]
 
 
 class DecodedOnUse:
@@ -66,6 +82,10 @@ class DecodedOnUse:
     @property
     def packed(self) -> Any:
         return self._library.pack(self._weight.decode())
+
+
+def _betas(activation: GluActivation) -> tuple[float | None, ...]:
+    return () if activation.beta is None else (activation.beta, activation.linear_beta)
 
 
 MXFP4_SCALES = (2, 252)
@@ -134,6 +154,7 @@ class NativeOperations:
         self._library = library
         known = NativeLibrary(library, "")
         self._has_coded = known.has_coded_weights
+        self._has_mixtures = known.has_mixtures
         self._packs_parts = known.packs_parts
         self._has_tapes = known.has_tapes
         self._samples = known.samples
@@ -150,18 +171,35 @@ class NativeOperations:
             return DecodedOnUse(self._library, weight, name, tuple(bounds))
         return NativeLinear(self._pack(weight), name, weight.shape[0], weight.dtype, tuple(bounds))
 
-    def pack_swiglu(self, gate_up: Matrix, *, name: str = "") -> NativeLinear:
+    def pack_swiglu(
+        self, gate_up: Matrix, *, name: str = "", activation: GluActivation = SWIGLU
+    ) -> NativeLinear | ComposedGlu:
+        if activation != SWIGLU and not self._has_mixtures:
+            return native_older.pack_glu(self, gate_up, name, activation)
         packed = self._pack(gate_up, paired=True)
-        return NativeLinear(packed, name, gate_up.shape[0] // 2, gate_up.dtype)
+        return NativeLinear(packed, name, gate_up.shape[0] // 2, gate_up.dtype, betas=_betas(activation))
 
     def pack_heads(self, weight: torch.Tensor) -> NativeLinear:
         num_heads, out_features, _ = weight.shape
         packed = self._library.pack(weight)
         return NativeLinear(packed, "heads", num_heads * out_features, weight.dtype)
 
-    def pack_experts(self, experts: Sequence[tuple[Matrix, Matrix, Matrix]]) -> Any:
-        gate_up = [self._pack(stacked([gate, up]), paired=True) for gate, up, _ in experts]
-        return self._library.Experts(gate_up, [self._pack(down) for _, _, down in experts])
+    def pack_experts(
+        self,
+        experts: Iterable[tuple[Matrix, Matrix, Matrix]],
+        *,
+        activation: GluActivation = SWIGLU,
+        composed_if_old: bool = False,
+    ) -> NativeExperts | ComposedExperts:
+        if composed_if_old and not self._has_mixtures:
+            return ComposedExperts(
+                tuple(native_older.pack_expert(self, *expert, activation) for expert in experts)
+            )
+        gate_up, low = [], []
+        for gate, up, down in experts:
+            gate_up.append(self._pack(stacked([gate, up]), paired=True))
+            low.append(self._pack(down))
+        return NativeExperts(self._library.Experts(gate_up, low), _betas(activation))
 
     def _pack(self, weight: Matrix, *, paired: bool = False) -> Any:
         if isinstance(weight, torch.Tensor | StoredMatrix):
@@ -229,8 +267,12 @@ class NativeOperations:
         self._library.linear(x, weight.packed, result)
         return parts
 
-    def linear_swiglu(self, x: torch.Tensor, weight: NativeLinear) -> torch.Tensor:
-        return self.linear(x, weight)
+    def linear_swiglu(self, x: torch.Tensor, weight: NativeLinear | ComposedGlu) -> torch.Tensor:
+        if isinstance(weight, ComposedGlu):
+            return weight.run(self, x)
+        result = self._local.workspace.rows(weight.name, x.shape[0], weight.out_features, weight.dtype)
+        self._library.linear(x, weight.packed, result, None, *weight.betas)
+        return result
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None
@@ -340,6 +382,26 @@ class NativeOperations:
         )
         return result
 
+    def store_keys_values(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        params: GqaParams,
+        pages: torch.Tensor,
+        index: AttentionIndex,
+    ) -> None:
+        if not self._has_mixtures:
+            return native_older.store_keys_values(self, key, value, params, pages, index)
+        self._library.store_keys_values(
+            key,
+            value,
+            params.key_norm,
+            params.norm_eps,
+            params.inverse_frequencies,
+            pages,
+            self.attention_plan(index),
+        )
+
     def moe(
         self,
         x: torch.Tensor,
@@ -347,21 +409,59 @@ class NativeOperations:
         params: MoeParams,
         *,
         shared: torch.Tensor | None,
-        residual: torch.Tensor,
+        residual: torch.Tensor | None,
+        shared_gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if isinstance(params.experts, ComposedExperts):
+            return native_older.moe(
+                x, logits, params, shared=shared, residual=residual, shared_gate=shared_gate
+            )
+        experts: NativeExperts = params.experts
+        result = residual
+        if result is None:
+            result = self._local.workspace.rows("moe", x.shape[0], x.shape[1], x.dtype)
+        added = (shared_gate, *experts.betas) if self._has_mixtures else ()
         self._library.moe(
             x,
             logits,
             params.bias,
-            params.experts,
+            experts.packed,
             params.experts_per_token,
             params.renormalize,
             params.scaling_factor,
             shared,
             residual,
-            residual,
+            result,
+            *added,
         )
+        return result
+
+    def add_shared(
+        self,
+        x: torch.Tensor,
+        shared: torch.Tensor,
+        *,
+        residual: torch.Tensor,
+        gate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        self._library.add_shared(x, shared, gate, residual, residual)
         return residual
+
+    def gate_values(self, values: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        result = self._local.workspace.rows("gate_values", values.shape[0], values.shape[1], values.dtype)
+        self._library.gate_values(values, gate, result)
+        return result
+
+    def mix_sources(
+        self, sources: Sequence[torch.Tensor], query: torch.Tensor, eps: float, *, place: str | None = None
+    ) -> torch.Tensor:
+        first = sources[0]
+        if len(sources) == 1:
+            return first
+        name = "mix_sources" if place is None else place
+        result = self._local.workspace.rows(name, first.shape[0], first.shape[1], first.dtype)
+        self._library.mix_sources(list(sources), query, eps, result)
+        return result
 
     def attention_plan(self, index: AttentionIndex) -> Any:
         """The native form of an index; all layers of a step share one."""

@@ -104,15 +104,31 @@ def store_and_rotate(
     inputs: GqaInputs, params: GqaParams, pages: torch.Tensor, index: AttentionIndex
 ) -> torch.Tensor:
     """Stores keys and values of the rows; the rotated queries, fp32 [N, heads, head_dim]."""
+    store_keys_values(inputs.key, inputs.value, params, pages, index)
     num_rows = inputs.key.shape[0]
     query = inputs.query_gate.reshape(num_rows, params.num_heads, 2, params.head_dim)[:, :, 0].float()
-    key = inputs.key.reshape(num_rows, params.num_kv_heads, params.head_dim).float()
-    # fp32 angles, as the models were trained: whole positions times rounded frequencies.
-    angles = row_positions(index).float().unsqueeze(1) * params.inverse_frequencies
-    key = rotate(rms_norm(key, params.key_norm, params.norm_eps), angles)
-    value = inputs.value.reshape(key.shape).float()
-    store_rows(pages, torch.cat([value, key], dim=-1).reshape(num_rows, -1), index)
-    return rotate(rms_norm(query, params.query_norm, params.norm_eps), angles)
+    return rotate(rms_norm(query, params.query_norm, params.norm_eps), row_angles(params, index))
+
+
+def row_angles(params: GqaParams, index: AttentionIndex) -> torch.Tensor:
+    """fp32 [N, A], as the models were trained: whole positions times rounded frequencies."""
+    return row_positions(index).float().unsqueeze(1) * params.inverse_frequencies
+
+
+def store_keys_values(
+    key: torch.Tensor, value: torch.Tensor, params: GqaParams, pages: torch.Tensor, index: AttentionIndex
+) -> None:
+    """Stores what `gqa_mixer` would, and nothing else: keys, normed and rotated, and values.
+
+    Args:
+        key, value: [N, kv heads * head_dim] in the model dtype.
+    """
+    num_rows = key.shape[0]
+    per_head = key.reshape(num_rows, params.num_kv_heads, params.head_dim).float()
+    normed = rms_norm(per_head, params.key_norm, params.norm_eps)
+    rotated = rotate(normed, row_angles(params, index)) if num_rows else normed
+    stored = torch.cat([value.reshape(rotated.shape).float(), rotated], dim=-1)
+    store_rows(pages, stored.reshape(num_rows, -1), index)
 
 
 def gated_output(out: torch.Tensor, inputs: GqaInputs, params: GqaParams) -> torch.Tensor:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
-from milepost.kernels.api import Kernels
 from milepost.kernels.index import AttentionIndex
 from milepost.kernels.reference_gqa import GqaInputs, GqaParams, inverse_frequencies
 from milepost.models import rope
 from milepost.models.inputs import CacheFields
-from milepost.models.layers import Loader
+from milepost.models.layers import Loader, place_of_sum
 from milepost.models.layout import KEY_VALUE_FIELD
 from milepost.models.specs import GqaSpec
 
@@ -54,12 +51,11 @@ class GqaLayer:
         self._inputs = loader.pack_linear(inputs, name=f"{name}.inputs", parts=parts)
         self._out = loader.pack_linear(loader.matrix("o_proj", width, hidden_size), name=f"{name}.out")
         self._params = _params(loader, spec, norm_offset)
-        self._stored = dataclasses.replace(self._params, num_heads=spec.num_kv_heads)
 
     def __call__(
         self,
         x: torch.Tensor,
-        residual: torch.Tensor,
+        residual: torch.Tensor | None,
         cache: CacheFields,
         index: AttentionIndex,
         *,
@@ -67,18 +63,21 @@ class GqaLayer:
     ) -> torch.Tensor:
         """x [N, input size] after the input norm -> residual + output [N, D]; stores the rows in their pages.
 
-        `residual` may be overwritten unless it is to be kept.
+        `residual` (None = zeros) may be overwritten unless it is to be kept.
         """
         query, key, value = self._kernels.linear_parts(x, self._inputs)
         inputs = GqaInputs(query if self._has_gate else self._with_open_gate(query), key, value)
         pages = cache[self._layer, KEY_VALUE_FIELD]
         mixed = self._kernels.gqa_mixer(inputs, self._params, pages, index)
-        return self._kernels.linear(mixed, self._out, residual=residual, place="" if keeps_residual else None)
+        return self._kernels.linear(
+            mixed, self._out, residual=residual, place=place_of_sum(residual, keeps_residual)
+        )
 
     def store(self, x: torch.Tensor, cache: CacheFields, index: AttentionIndex) -> None:
-        """Stores the rows of x, after the input norm, in their pages, as a call would."""
+        """Stores the rows of x, after the input norm, in their pages, and computes nothing else."""
         _, key, value = self._kernels.linear_parts(x, self._inputs)
-        store_keys_values(self._kernels, key, value, self._stored, cache[self._layer, KEY_VALUE_FIELD], index)
+        pages = cache[self._layer, KEY_VALUE_FIELD]
+        self._kernels.store_keys_values(key, value, self._params, pages, index)
 
     def _with_open_gate(self, query: torch.Tensor) -> torch.Tensor:
         """[N, heads * head_dim] -> [N, heads * 2 * head_dim], a gate that lets everything through behind
@@ -87,26 +86,6 @@ class GqaLayer:
         per_head = query.new_full((query.shape[0], params.num_heads, 2, params.head_dim), OPEN_GATE)
         per_head[:, :, 0] = query.reshape(-1, params.num_heads, params.head_dim)
         return per_head.flatten(1)
-
-
-def store_keys_values(
-    kernels: Kernels,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    params: GqaParams,
-    pages: torch.Tensor,
-    index: AttentionIndex,
-) -> None:
-    """Stores what a mixer would: keys, normed and rotated, and values [N, kv heads * head_dim].
-
-    It is a mixer's call, so that attention of as many heads over the context comes with it, unread.
-
-    Args:
-        params: with as many query heads as key-value heads, the fewest that a mixer takes.
-    """
-    # Nobody reads what comes of the queries.
-    unread = value.new_zeros(value.shape[0], 2 * value.shape[1])
-    kernels.gqa_mixer(GqaInputs(unread, key, value), params, pages, index)
 
 
 def _params(loader: Loader, spec: GqaSpec, norm_offset: float) -> GqaParams:

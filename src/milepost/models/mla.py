@@ -10,7 +10,7 @@ from milepost.kernels.reference_gqa import row_positions
 from milepost.kernels.rowwise import on_full_vectors
 from milepost.models import rope
 from milepost.models.inputs import CacheFields
-from milepost.models.layers import Loader, RmsNorm
+from milepost.models.layers import Loader, RmsNorm, place_of_sum
 from milepost.models.layout import LATENT_FIELD
 from milepost.models.rope import RopeSpec
 from milepost.models.specs import MlaSpec
@@ -83,7 +83,7 @@ class MlaLayer:
     def __call__(
         self,
         x: torch.Tensor,
-        residual: torch.Tensor,
+        residual: torch.Tensor | None,
         cache: CacheFields,
         index: AttentionIndex,
         *,
@@ -91,7 +91,7 @@ class MlaLayer:
     ) -> torch.Tensor:
         """x [N, input size] after the input norm -> residual + output [N, D]; stores the rows' latents.
 
-        `residual` may be overwritten unless it is to be kept.
+        `residual` (None = zeros) may be overwritten unless it is to be kept.
         """
         ops = self._kernels
         pages = cache[self._layer, LATENT_FIELD]
@@ -107,8 +107,8 @@ class MlaLayer:
             query, self._absorb_key, self._absorb_value, pages, index, self._scale, self._expand_key
         )
         for gate in gates:
-            values = (values.float() * on_full_vectors(torch.sigmoid, gate.float())).to(values.dtype)
-        return ops.linear(values, self._out, residual=residual, place="" if keeps_residual else None)
+            values = ops.gate_values(values, gate)
+        return ops.linear(values, self._out, residual=residual, place=place_of_sum(residual, keeps_residual))
 
     def store(self, x: torch.Tensor, cache: CacheFields, index: AttentionIndex) -> None:
         """Stores the rows of x, after the input norm, in their pages, and computes nothing else."""
