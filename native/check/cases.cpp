@@ -274,6 +274,7 @@ std::string gqa(Report& report, Type type) {
     for (int64_t count : kCuts[way]) {
       Array query(count, heads * dim), mixed(count, heads * dim);
       GqaArgs args{};
+      args.gated = true;
       args.query_gate = query_gate.from(first);
       args.key = key.from(first);
       args.value = value.from(first);

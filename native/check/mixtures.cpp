@@ -1,4 +1,4 @@
-// Experts behind both routers, shared experts, output gates, mixes of sources, keys and values stored alone.
+// Experts behind both routers, shared experts, output gates, rotary positions, mixes of sources.
 #include "check/buffers.h"
 #include "check/cases.h"
 #include "check/weights.h"
@@ -168,6 +168,30 @@ std::string mix(Report& report, Type type) {
   return all;
 }
 
+// All of a head, and its last part; neighbours and halves. The table of angles is made up.
+std::string rotate(Report& report, Type type) {
+  std::string all;
+  for (int64_t width : {int64_t(12), int64_t(41)})
+    for (bool interleaved : {false, true}) {
+      const int64_t heads = 3, half = width == 12 ? 6 : 17;
+      Array x = spread(kRows, heads * width, 96, type, 1e4f), y(kRows, heads * width, type, 3);
+      Array cosines = Array::random(kRows, half, 97), sines = Array::random(kRows, half, 98);
+      RotateArgs args{x.view(), y.view(), kRows, heads, width, half, interleaved, 1.5f, cosines.floats(), sines.floats()};
+      kernels().rotate(args);
+      report.expect(is_finite(y.values(), type), "not finite");
+      Array alone(1, heads * width, type);
+      args.x = x.from(33);
+      args.y = alone.view();
+      args.rows = 1;
+      args.cosines += 33 * half;
+      args.sines += 33 * half;
+      kernels().rotate(args);
+      report.expect(alone.values() == y.values(33, 34), "a row alone differs");
+      all += y.values();
+    }
+  return all;
+}
+
 }  // namespace
 
 void add_mixtures(std::vector<Case>& cases) {
@@ -188,6 +212,7 @@ void add_mixtures(std::vector<Case>& cases) {
     add("activations" + end, [=](Report& r) { return activations(r, type); });
     add("add_shared" + end, [=](Report& r) { return add_shared(r, type); });
     add("gate" + end, [=](Report& r) { return gate(r, type); });
+    add("rotate" + end, [=](Report& r) { return rotate(r, type); });
     add("mix" + end, [=](Report& r) { return mix(r, type); });
   }
 }

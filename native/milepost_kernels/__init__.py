@@ -28,6 +28,7 @@ from milepost_kernels._native import (
     pack_mxfp4,
     pack_parts,
     rms_norm,
+    rotate_heads,
     sample,
     set_isa,
     set_num_threads,
@@ -42,7 +43,8 @@ API_REVISION = 5
 """Raised with every addition; Milepost does without what an older library lacks.
 
 1: coded weights; 2: expanded latents; 3: packing of stored parts, tapes; 4: sampling;
-5: any gated experts behind either router, shared experts, output gates, mixes of sources, storing of keys and values.
+5: any gated experts behind either router, shared experts, output gates, mixes of sources, rotary positions and
+storing of keys and values alone, grouped queries without a gate.
 """
 
 __all__ = [
@@ -75,6 +77,7 @@ __all__ = [
     "pack_mxfp4",
     "pack_parts",
     "rms_norm",
+    "rotate_heads",
     "sample",
     "set_isa",
     "set_num_threads",

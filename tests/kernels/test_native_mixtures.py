@@ -248,6 +248,10 @@ def test_what_does_not_fit_is_refused() -> None:
         (lambda: library.mix_sources([x, wide], norm, 1e-5, out), r"sources: must have shape \[3, 20\]"),
         (lambda: library.mix_sources([x], norm, 1e-5, out), r"query: must have shape \[20\]"),
         (lambda: library.mix_sources([x], randn(WIDTH), 1e-5, x), "out: must not overlap sources"),
+        (lambda: library.rotate_heads(x, 3, norm[:1], 1.0, False, plan, out), "num_heads: must divide a row"),
+        (lambda: library.rotate_heads(x, 4, norm[:3], 1.0, False, plan, out), "not be more than half of"),
+        (lambda: library.rotate_heads(x, 4, norm[:2], 1.0, False, plan, x), "out: must not overlap x"),
+        (lambda: library.rotate_heads(x[:2], 4, norm[:2], 1.0, False, plan, out), r"must have shape \[3"),
         (lambda: store(key=wide), r"key: must have shape \[3, 20\]"),
         (lambda: store(value=wide), r"value: must have shape \[3, 20\]"),
         (lambda: store(key=x[:2], value=x[:2]), r"key: must have shape \[3, 20\]"),
@@ -266,7 +270,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def older() -> SimpleNamespace:
     """The library as it was: no call that revision 5 brought, and the signatures before."""
-    lacking = ("add_shared", "gate_values", "mix_sources", "store_keys_values")
+    lacking = ("add_shared", "gate_values", "mix_sources", "rotate_heads", "store_keys_values")
     functions = {name: getattr(library, name) for name in dir(library) if name not in lacking}
     old = SimpleNamespace(**functions)
     old.API_REVISION = 4
@@ -282,7 +286,11 @@ def older() -> SimpleNamespace:
         assert isinstance(bias, torch.Tensor)
         library.moe(x, logits, bias, experts, per_token, renormalize, scaling, shared, residual, out)
 
-    old.linear, old.moe = linear, moe
+    def gqa_mixer(query_gate: torch.Tensor, *more: Any) -> None:
+        assert query_gate.shape[1] == 2 * more[-1].shape[1]
+        library.gqa_mixer(query_gate, *more)
+
+    old.linear, old.moe, old.gqa_mixer = linear, moe, gqa_mixer
     return old
 
 
@@ -296,11 +304,11 @@ def old_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[api.Kernels]:
 def test_an_older_library_leaves_the_rest_to_torch_and_says_why(old_kernels: api.Kernels) -> None:
     assert old_kernels.implementation == "mixed" and old_kernels.numerics == "milepost-1-fused"
     choices = {choice.operation: choice for choice in old_kernels.choices}
-    for name in ("add_shared", "gate_values", "mix_sources"):
+    for name in ("add_shared", "gate_values", "mix_sources", "rotate_heads"):
         assert choices[name].implementation == "reference"
         assert "older than experts of every kind" in choices[name].reason
         assert getattr(old_kernels, name) is getattr(reference_layers, name)
-    for name in ("moe", "linear_swiglu", "store_keys_values"):
+    for name in ("moe", "linear_swiglu", "store_keys_values", "gqa_mixer"):
         assert choices[name].implementation == "native"
         assert "in part composed" in choices[name].reason
     assert choices["linear"].reason == "old"
@@ -350,3 +358,18 @@ def test_an_older_library_stores_keys_and_values_as_before(
     for kernels, each in zip((select_kernels("native"), old_kernels), pages, strict=True):
         kernels.store_keys_values(key, value, params, each, index)
     assert same_bits(*pages)
+
+
+@every_dtype
+def test_an_older_library_takes_queries_without_gates(dtype: torch.dtype, old_kernels: api.Kernels) -> None:
+    """The same bits: the sigmoid of a gate that stands in is 1."""
+    norm = 1.0 + 0.1 * randn(10, seed=1)
+    params = GqaParams(4, 2, 10, norm, norm, 1e-6, inverse_frequencies(6, 1e4), has_gate=False)
+    query = randn(5, 40, seed=4, dtype=dtype)
+    key, value = (randn(5, 20, seed=seed, dtype=dtype) for seed in (2, 3))
+    index = attention_index([5], [0], [[1]], 16)
+    found = []
+    for kernels in (select_kernels("native"), old_kernels):
+        pages = torch.full((2, 16, 40), NAN, dtype=dtype)
+        found.append(kernels.gqa_mixer(GqaInputs(query, key, value), params, pages, index).clone())
+    assert same_bits(*found)

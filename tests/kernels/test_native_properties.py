@@ -188,6 +188,29 @@ def store_keys_values(ops: Any, dtype: torch.dtype) -> Any:
     return call
 
 
+def gqa_mixer_without_gate(ops: Any, dtype: torch.dtype) -> Any:
+    heads, kv_heads, dim = 4, 2, 20
+    norms = [1.0 + 0.1 * randn(dim, seed=seed) for seed in (50, 51)]
+    params = GqaParams(heads, kv_heads, dim, *norms, 1e-6, inverse_frequencies(10, 1e4), has_gate=False)
+    pages = torch.full((6, UNIT, kv_heads * 2 * dim), NAN, dtype=dtype)
+    return lambda rows, first: ops.gqa_mixer(GqaInputs(*rows), params, pages, places(first, rows[0].shape[0]))
+
+
+def rotate_heads(is_interleaved: bool) -> Any:
+    def start(ops: Any, dtype: torch.dtype) -> Any:
+        frequencies = inverse_frequencies(10, 1e4)
+
+        def call(rows: Rows, first: int) -> torch.Tensor:
+            index = places(first, rows[0].shape[0])
+            return ops.rotate_heads(
+                rows[0], 3, frequencies, index, amplitude=1.5, is_interleaved=is_interleaved
+            )
+
+        return call
+
+    return start
+
+
 def random_experts(dtype: torch.dtype) -> list[tuple[torch.Tensor, ...]]:
     return [
         tuple(
@@ -315,6 +338,9 @@ if native_library().has_mixtures:
     KERNELS |= {
         "linear_swiglu, situ": Kernel((21,), linear_swiglu_situ, gates=(0,)),
         "store_keys_values": Kernel((40, 40), store_keys_values),
+        "gqa_mixer, no gate": Kernel((4 * 20, 40, 40), gqa_mixer_without_gate),
+        "rotate_heads": Kernel((3 * 21,), rotate_heads(False)),
+        "rotate_heads, interleaved": Kernel((3 * 21,), rotate_heads(True)),
         "gate_values": Kernel((21, 21), gate_values, gates=(1,)),
         "moe, softmax": Kernel((20, 20, 20, 5, 1), moe_softmax, gates=(3, 4), num_fp32=2),
         "moe, situ": Kernel((20, 5), moe_situ, gates=(1,), num_fp32=1),

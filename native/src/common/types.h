@@ -160,7 +160,8 @@ struct AttentionArgs {
 
 // Grouped-query attention around `AttentionArgs`: norms, rotary positions, page writes; and the output gate.
 struct GqaArgs {
-  Rows query_gate;  // [rows, heads, 2, head_dim]
+  Rows query_gate;  // [rows, heads, 2, head_dim], or [rows, heads, head_dim] if not gated
+  bool gated;
   Rows key, value;  // [rows, kv_heads * head_dim]
   Rows out;         // [rows, heads * head_dim]
   const float *query_norm, *key_norm;
@@ -171,6 +172,16 @@ struct GqaArgs {
   const float* mixed;            // [rows, heads, head_dim], attention's result
   Pages keys, values;
   const int64_t *write_pages, *write_offsets;
+};
+
+// y = x with the last 2 * half entries of every head times `amplitude` and rotated: entry i of the first half with
+// entry i of the second one, or, interleaved, entry 2 i with entry 2 i + 1.
+struct RotateArgs {
+  Rows x, y;  // [rows, heads * width] of one type
+  int64_t rows, heads, width, half;
+  bool interleaved;
+  float amplitude;
+  const float *cosines, *sines;  // [rows, half]
 };
 
 struct StateExport {
@@ -303,6 +314,7 @@ struct KernelTable {
   void (*attend)(const AttentionArgs&);
   void (*gqa_begin)(const GqaArgs&);
   void (*gqa_end)(const GqaArgs&);
+  void (*rotate)(const RotateArgs&);
   void (*kda)(const KdaArgs&);
   void (*moe)(const MoeArgs&);
   void (*add_shared)(const AddSharedArgs&);

@@ -42,7 +42,7 @@ uint32_t probe() {
 #endif
 }
 
-const KernelTable kernel_table = {MP_STRING(MP_ISA), kFused, probe, pack, pack_coded, linear, rms_norm, store_latents, attend, gqa_begin, gqa_end, kda, moe, add_shared, gate, mix, sample, log_probabilities, gumbel_noise};
+const KernelTable kernel_table = {MP_STRING(MP_ISA), kFused, probe, pack, pack_coded, linear, rms_norm, store_latents, attend, gqa_begin, gqa_end, rotate, kda, moe, add_shared, gate, mix, sample, log_probabilities, gumbel_noise};
 
 const KernelTable& table() { return kernel_table; }
 

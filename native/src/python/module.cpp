@@ -93,6 +93,8 @@ NB_MODULE(_native, m) {
         "eps"_a, "tails"_a, "states"_a, "plan"_a, "out"_a);
   m.def("gqa_mixer", gqa_mixer, "query_gate"_a, "key"_a, "value"_a, "query_norm"_a, "key_norm"_a, "eps"_a,
         "inverse_frequencies"_a, "pages"_a, "plan"_a, "out"_a);
+  m.def("rotate_heads", rotate_heads, "x"_a, "num_heads"_a, "inverse_frequencies"_a, "amplitude"_a, "interleaved"_a,
+        "plan"_a, "out"_a);
   m.def("store_keys_values", store_keys_values, "key"_a, "value"_a, "key_norm"_a, "eps"_a, "inverse_frequencies"_a,
         "pages"_a, "plan"_a);
   m.def("moe", moe, "x"_a, "logits"_a, "bias"_a.none(), "experts"_a, "experts_per_token"_a, "renormalize"_a, "scaling"_a,

@@ -313,7 +313,8 @@ void gqa_mixer(handle query_gate, handle key, handle value, handle query_norm, h
   const int64_t rows = plan.rows(), dim = qn.shape[0], kv_heads = k.shape[1] / dim, heads = y.shape[1] / dim;
   if (kv_heads < 1 || heads < kv_heads || heads % kv_heads != 0)
     bad_value("out", "must have a multiple of the key heads of query_norm's width");
-  q.check_shape({rows, 2 * heads * dim});
+  const bool gated = q.shape[1] != heads * dim;
+  q.check_shape({rows, (gated ? 2 : 1) * heads * dim});
   k.check_shape({rows, kv_heads * dim});
   v.check_shape({rows, kv_heads * dim});
   y.check_shape({rows, heads * dim});
@@ -322,6 +323,7 @@ void gqa_mixer(handle query_gate, handle key, handle value, handle query_norm, h
   if (2 * f.shape[0] > dim) bad_value("inverse_frequencies", "must not be more than half of a head");
   GqaArgs args{};
   args.query_gate = q.rows();
+  args.gated = gated;
   args.key = k.rows();
   args.value = v.rows();
   args.out = y.rows();
@@ -339,6 +341,35 @@ void gqa_mixer(handle query_gate, handle key, handle value, handle query_norm, h
   const auto call = [=](const StepContext& step) { run_gqa(args, pages, f, *step.attention); };
   perform(call, {nullptr, &plan, nullptr}, {&q, &k, &v}, y,
           {query_gate, key, value, query_norm, key_norm, frequencies, pages_object, out});
+}
+
+void rotate_heads(handle x_object, int64_t num_heads, handle frequencies, float amplitude, bool interleaved,
+                  AttentionPlan& plan, handle out) {
+  const Tensor x = Tensor::from(x_object, "x", 2, kFloats, 1), y = Tensor::from(out, "out", 2, kFloats, 1);
+  const Tensor f = Tensor::from(frequencies, "inverse_frequencies", 1, kF32, 1);
+  if (num_heads < 1 || x.shape[1] % num_heads != 0) bad_value("num_heads", "must divide a row of x");
+  x.check_shape({plan.rows(), -1});
+  y.check_shape({x.shape[0], x.shape[1]});
+  y.check_type(x.type());
+  if (y.overlaps(x)) bad_value("out", "must not overlap x");
+  if (2 * f.shape[0] > x.shape[1] / num_heads) bad_value("inverse_frequencies", "must not be more than half of a head");
+  RotateArgs args{};
+  args.x = x.rows();
+  args.y = y.rows();
+  args.rows = x.shape[0];
+  args.heads = num_heads;
+  args.width = x.shape[1] / num_heads;
+  args.half = f.shape[0];
+  args.interleaved = interleaved;
+  args.amplitude = amplitude;
+  const auto call = [=](const StepContext& step) {
+    const RotaryTable& table = step.attention->rotary(f.floats(), f.shape[0]);
+    RotateArgs rows = args;
+    rows.cosines = table.cosines.data();
+    rows.sines = table.sines.data();
+    kernels().rotate(rows);
+  };
+  perform(call, {nullptr, &plan, nullptr}, {&x}, y, {x_object, frequencies, out});
 }
 
 void store_keys_values(handle key, handle value, handle key_norm, float eps, handle frequencies, handle pages_object,

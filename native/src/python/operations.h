@@ -23,6 +23,8 @@ void attend_latents(nb::handle query, const PackedWeight& absorb_key, const Pack
                     AttentionPlan& plan, float scale, nb::handle out, const PackedWeight* expand_key);
 void gqa_mixer(nb::handle query_gate, nb::handle key, nb::handle value, nb::handle query_norm, nb::handle key_norm,
                float eps, nb::handle frequencies, nb::handle pages, AttentionPlan& plan, nb::handle out);
+void rotate_heads(nb::handle x, int64_t num_heads, nb::handle frequencies, float amplitude, bool interleaved,
+                  AttentionPlan& plan, nb::handle out);
 void store_keys_values(nb::handle key, nb::handle value, nb::handle key_norm, float eps, nb::handle frequencies,
                        nb::handle pages, AttentionPlan& plan);
 void kda_mixer(nb::handle raw, nb::handle decay, nb::handle beta, nb::handle gate, nb::handle conv, nb::handle decay_log,

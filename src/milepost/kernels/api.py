@@ -76,6 +76,7 @@ class Kernels:
     gdn_mixer: Callable[..., torch.Tensor]
     gqa_mixer: Callable[..., torch.Tensor]
     store_keys_values: Callable[..., None]
+    rotate_heads: Callable[..., torch.Tensor]
     gate_values: Callable[..., torch.Tensor]
     moe: Callable[..., torch.Tensor]
     add_shared: Callable[..., torch.Tensor]

@@ -366,6 +366,8 @@ class NativeOperations:
     def gqa_mixer(
         self, inputs: GqaInputs, params: GqaParams, pages: torch.Tensor, index: AttentionIndex
     ) -> torch.Tensor:
+        if not params.has_gate and not self._has_mixtures:
+            inputs = native_older.with_open_gate(inputs, params)
         width = params.num_heads * params.head_dim
         result = self._local.workspace.rows("gqa_mixer", inputs.key.shape[0], width, inputs.key.dtype)
         self._library.gqa_mixer(
@@ -380,6 +382,21 @@ class NativeOperations:
             self.attention_plan(index),
             result,
         )
+        return result
+
+    def rotate_heads(
+        self,
+        x: torch.Tensor,
+        num_heads: int,
+        inverse_frequencies: torch.Tensor,
+        index: AttentionIndex,
+        *,
+        amplitude: float = 1.0,
+        is_interleaved: bool = False,
+    ) -> torch.Tensor:
+        result = self._local.workspace.rows("rotate_heads", x.shape[0], x.shape[1], x.dtype)
+        plan = self.attention_plan(index)
+        self._library.rotate_heads(x, num_heads, inverse_frequencies, amplitude, is_interleaved, plan, result)
         return result
 
     def store_keys_values(

@@ -21,10 +21,18 @@ from milepost.kernels.reference_gqa import GqaInputs, GqaParams
 add_shared = reference_layers.add_shared
 gate_values = reference_residuals.gate_values
 mix_sources = reference_layers.mix_sources
-REFERENCE_OPERATIONS = {"add_shared": add_shared, "gate_values": gate_values, "mix_sources": mix_sources}
+rotate_heads = reference_layers.rotate_heads
+REFERENCE_OPERATIONS = {
+    "add_shared": add_shared,
+    "gate_values": gate_values,
+    "mix_sources": mix_sources,
+    "rotate_heads": rotate_heads,
+}
 """Which of them torch serves alone."""
-COMPOSED_OPERATIONS = ("linear_swiglu", "moe", "store_keys_values")
+COMPOSED_OPERATIONS = ("gqa_mixer", "linear_swiglu", "moe", "store_keys_values")
 """Which of them are composed where they go beyond what there was."""
+OPEN_GATE = 100.0
+"""Its sigmoid is 1 in fp32; stands in where a layer has no output gate."""
 
 
 class Products(Protocol):
@@ -101,6 +109,14 @@ def moe(
     return reference.add_shared(total, shared, shared_gate, residual, x.dtype)
 
 
+def with_open_gate(inputs: GqaInputs, params: GqaParams) -> GqaInputs:
+    """The same with a gate that lets everything through behind the query of every head."""
+    query = inputs.query_gate
+    per_head = query.new_full((query.shape[0], params.num_heads, 2, params.head_dim), OPEN_GATE)
+    per_head[:, :, 0] = query.reshape(-1, params.num_heads, params.head_dim)
+    return inputs._replace(query_gate=per_head.flatten(1))
+
+
 def store_keys_values(
     ops: Products,
     key: torch.Tensor,
@@ -111,6 +127,8 @@ def store_keys_values(
 ) -> None:
     """A mixer's call, so that attention over the context comes with it; nobody reads what becomes of the
     queries."""
-    fewest = dataclasses.replace(params, num_heads=params.num_kv_heads, query_norm=params.key_norm)
+    fewest = dataclasses.replace(
+        params, num_heads=params.num_kv_heads, query_norm=params.key_norm, has_gate=True
+    )
     unread = value.new_zeros(value.shape[0], 2 * value.shape[1])
     ops.gqa_mixer(GqaInputs(unread, key, value), fewest, pages, index)

@@ -159,6 +159,7 @@ def rms_norm(
 gdn_mixer = reference_gdn.gdn_mixer
 gqa_mixer = reference_gqa.gqa_mixer
 store_keys_values = reference_gqa.store_keys_values
+rotate_heads = reference_gqa.rotate_heads
 gate_values = reference_residuals.gate_values
 
 

@@ -12,8 +12,6 @@ from milepost.models.layers import Loader, place_of_sum
 from milepost.models.layout import KEY_VALUE_FIELD
 from milepost.models.specs import GqaSpec
 
-OPEN_GATE = 100.0
-"""Its sigmoid is 1 in fp32; stands in where a layer has no output gate."""
 NO_NORM_EPS = 2.0**80
 NO_NORM_WEIGHT = 2.0**40
 """A norm that leaves its input as it is: x / sqrt(mean(x^2) + eps) * sqrt(eps). In fp32 no mean below 2**55
@@ -44,7 +42,6 @@ class GqaLayer:
         """
         self._kernels = loader.kernels
         self._layer = layer
-        self._has_gate = spec.output_gate
         width = spec.num_heads * spec.head_dim
         parts = ((1 + spec.output_gate) * width, spec.kv_width, spec.kv_width)
         inputs = loader.stacked(("q_proj", "k_proj", "v_proj"), input_size or hidden_size, parts)
@@ -66,9 +63,8 @@ class GqaLayer:
         `residual` (None = zeros) may be overwritten unless it is to be kept.
         """
         query, key, value = self._kernels.linear_parts(x, self._inputs)
-        inputs = GqaInputs(query if self._has_gate else self._with_open_gate(query), key, value)
         pages = cache[self._layer, KEY_VALUE_FIELD]
-        mixed = self._kernels.gqa_mixer(inputs, self._params, pages, index)
+        mixed = self._kernels.gqa_mixer(GqaInputs(query, key, value), self._params, pages, index)
         return self._kernels.linear(
             mixed, self._out, residual=residual, place=place_of_sum(residual, keeps_residual)
         )
@@ -78,14 +74,6 @@ class GqaLayer:
         _, key, value = self._kernels.linear_parts(x, self._inputs)
         pages = cache[self._layer, KEY_VALUE_FIELD]
         self._kernels.store_keys_values(key, value, self._params, pages, index)
-
-    def _with_open_gate(self, query: torch.Tensor) -> torch.Tensor:
-        """[N, heads * head_dim] -> [N, heads * 2 * head_dim], a gate that lets everything through behind
-        every head."""
-        params = self._params
-        per_head = query.new_full((query.shape[0], params.num_heads, 2, params.head_dim), OPEN_GATE)
-        per_head[:, :, 0] = query.reshape(-1, params.num_heads, params.head_dim)
-        return per_head.flatten(1)
 
 
 def _params(loader: Loader, spec: GqaSpec, norm_offset: float) -> GqaParams:
@@ -111,4 +99,5 @@ def _params(loader: Loader, spec: GqaSpec, norm_offset: float) -> GqaParams:
         key_norm=key_norm,
         norm_eps=spec.norm_eps if has_norms else NO_NORM_EPS,
         inverse_frequencies=frequencies,
+        has_gate=spec.output_gate,
     )
