@@ -3,7 +3,6 @@ shapes, values with a meaning, refusals, and what happens with a library that la
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -295,10 +294,10 @@ def older() -> SimpleNamespace:
 
 
 @pytest.fixture
-def old_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[api.Kernels]:
-    with monkeypatch.context() as patch:
+def old_kernels() -> api.Kernels:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "native_library", lambda: NativeLibrary(older(), "old"))  # type: ignore[arg-type]
-        yield select_kernels()
+        return select_kernels()
 
 
 def test_an_older_library_leaves_the_rest_to_torch_and_says_why(old_kernels: api.Kernels) -> None:
