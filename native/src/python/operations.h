@@ -11,6 +11,10 @@ namespace milepost {
 
 // fp32 [size]
 const float* vector_of(nb::handle object, const char* name, int64_t size);
+Pages pages_of(const Tensor& pages);
+// Checks the plan. Queries, results and, where keys are not values as well, those are for the caller to add.
+AttentionArgs attention_args(const Tensor& pages, const AttentionPlan& plan, int64_t heads, int64_t value_width,
+                             float scale);
 // Of a paired weight; without betas SwiGLU.
 Glu glu_of(std::optional<float> beta, std::optional<float> linear_beta);
 
