@@ -158,6 +158,46 @@ def test_fused_instruction_sets_agree(dtype: torch.dtype) -> None:
         assert all(same_bits(left, right) for left, right in zip(results, found[0], strict=True))
 
 
+@every_dtype
+def test_work_that_threads_share(dtype: torch.dtype) -> None:
+    """Large enough for every part to be shared out; experts with many rows, with few and with none."""
+    rows, width, count = 310, 256, 256
+    shapes = list(enumerate([(8, width), (8, width), (width, 8)]))
+    weights = [tuple(randn(*shape, seed=3 * e + n, dtype=dtype) for n, shape in shapes) for e in range(count)]
+    x, shared, residual = (randn(rows, width, seed=seed, dtype=dtype) for seed in (1, 2, 3))
+    logits, gate = 3 * randn(rows, count, seed=4), randn(rows, 1, seed=5)
+    logits[:, :3] += 8.0
+    logits[:, 200:] = -50.0
+    frequencies = inverse_frequencies(64, 1e4)
+    index = attention_index([rows], [7], [list(range(20))], 16)
+
+    def run(ops: NativeOperations) -> list[torch.Tensor]:
+        packed = ops.pack_experts(weights, activation=SITU)
+        found = [
+            ops.moe(
+                x, logits, MoeParams(bias, 6, True, 1.0, packed), shared=shared, residual=residual.clone(),
+                shared_gate=gate,
+            )
+            for bias in (None, randn(count, seed=6))
+        ]  # fmt: skip
+        found.append(ops.add_shared(x, shared, residual=residual.clone(), gate=gate))
+        found.append(ops.gate_values(x, shared))
+        found.append(ops.mix_sources([x, shared, residual], randn(width, seed=7), 1e-5))
+        found.append(ops.rotate_heads(x, 2, frequencies, index))
+        return [result.clone() for result in found]
+
+    with using(ISAS[-1]) as ops:
+        expected = run(ops)
+        params = MoeParams(None, 6, True, 1.0, ops.pack_experts(weights, activation=SITU))
+        row = slice(200, 201)
+        added = {"shared": shared[row], "residual": residual[row].clone(), "shared_gate": gate[row]}
+        alone = ops.moe(x[row], logits[row], params, **added)
+        assert same_bits(alone, expected[0][200:201])
+    for threads in (2, 3):
+        with using(ISAS[-1], threads) as ops:
+            assert all(same_bits(left, right) for left, right in zip(run(ops), expected, strict=True))
+
+
 # ---------------------------------------------------------------------------------- mixes and stores
 
 
