@@ -629,3 +629,9 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
         store.load(keys(segments), deadline_seconds=SECONDS)
     store.close()
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_folder_that_cannot_be_made_says_why_and_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(StoreError, match=r"taken/store cannot be used as a folder: .*\(.*taken\); name one"):
+        open_store(tmp_path / "taken" / "store")

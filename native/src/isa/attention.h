@@ -21,6 +21,54 @@ struct AttentionJob {
   int64_t tokens_per_item;
 };
 
+#if defined(MP_DOT)
+// Entries 0 to 15, and 16 to 31, of two vectors of 16-bit lanes, in turns.
+#define MP_PAIR(i) i, i + 32
+#define MP_PAIRS(i) MP_PAIR(i), MP_PAIR(i + 1), MP_PAIR(i + 2), MP_PAIR(i + 3)
+alignas(64) constexpr uint16_t kFirstPairs[32] = {MP_PAIRS(0), MP_PAIRS(4), MP_PAIRS(8), MP_PAIRS(12)};
+alignas(64) constexpr uint16_t kLastPairs[32] = {MP_PAIRS(16), MP_PAIRS(20), MP_PAIRS(24), MP_PAIRS(28)};
+#undef MP_PAIRS
+#undef MP_PAIR
+#endif
+
+// Entries of one head, one position after the other.
+class Entries {
+ public:
+  Entries(const AttentionArgs& a, const Pages& pages, int64_t sequence, int64_t kv_head, int64_t position)
+      : table_(a.table + a.table_starts[sequence] + position / a.match_unit), unit_(a.match_unit),
+        offset_(position % a.match_unit), item_(item_bytes(a.type)), page_step_(pages.page_stride * item_),
+        step_(pages.entry_stride * item_), start_(pages.data + kv_head * pages.head_stride * item_) {
+    find();
+  }
+  const char* next() {
+    if (offset_ == unit_) {
+      offset_ = 0;
+      table_++;
+      find();
+    }
+    const char* entry = at_;
+    offset_++;
+    at_ += step_;
+    return entry;
+  }
+
+ private:
+  void find() { at_ = start_ + *table_ * page_step_ + offset_ * step_; }
+
+  const int64_t* table_;
+  int64_t unit_, offset_, item_, page_step_, step_;
+  const char *start_, *at_;
+};
+
+// A row of `bytes`, and zeros up to `padded`, which is a multiple of 64.
+MP_INLINE void copy_row(char* target, const char* source, int64_t bytes, int64_t padded) {
+  int64_t at = 0;
+  for (; at + 64 <= bytes; at += 64) std::memcpy(target + at, source + at, 64);
+  if (at == padded) return;
+  std::memcpy(target + at, source + at, size_t(bytes - at));
+  std::memset(target + bytes, 0, size_t(padded - bytes));
+}
+
 // 256 keys and values of one key-value head, packed for the products.
 class KeyTile {
  public:
@@ -40,10 +88,13 @@ class KeyTile {
     value_row_ = a_.shared ? padded_width() : value_width;
   }
 
-  // Keys [first, first + count); the rest of the last panel becomes zeros.
-  void pack(int64_t first, int64_t count) {
-    if (expanded()) expand(first, count);
-    for (int64_t key = 0; key < count; key += kPanel) pack_panel(first + key, count - key, key / kPanel);
+  // Keys from `first`, as many as a tile has and come before `end`; the rest of the last panel becomes zeros.
+  void pack(int64_t first, int64_t end) {
+    const int64_t last = first + kTileKeys < end ? first + kTileKeys : end;
+    if (expanded()) expand(first, last - first);
+    for (int64_t key = first; key < last; key += kPanel) {
+      pack_panel(key, last - key, (key - first) / kPanel, end);
+    }
   }
   // Whether keys and values are bf16 pairs for the dot instruction: keys as [width / 2][32] lanes of
   // neighbouring entries, values as [keys / 2][32] lanes of neighbouring keys.
@@ -64,16 +115,13 @@ class KeyTile {
   bool expanded() const { return a_.expand_key != nullptr; }
   int64_t shared_width() const { return a_.width - a_.expand_key->n; }
 
-  const char* entry(const Pages& pages, int64_t position) const {
-    const int64_t page = a_.table[a_.table_starts[sequence_] + position / a_.match_unit];
-    const int64_t at = page * pages.page_stride + position % a_.match_unit * pages.entry_stride + kv_head_ * pages.head_stride;
-    return pages.data + at * item_bytes(a_.type);
-  }
+  Entries entries(const Pages& pages, int64_t position) const { return Entries(a_, pages, sequence_, kv_head_, position); }
 
   // Keys and values of this head from the latents of [first, first + count), each row from its own latent.
   void expand(int64_t first, int64_t count) {
     const int64_t item = item_bytes(a_.type), latent = a_.expand_key->k, width = latent + shared_width();
-    for (int64_t i = 0; i < count; i++) std::memcpy(latents_ + i * width * item, entry(a_.keys, first + i), size_t(width * item));
+    Entries latents = entries(a_.keys, first);
+    for (int64_t i = 0; i < count; i++) std::memcpy(latents_ + i * width * item, latents.next(), size_t(width * item));
     char* values = expanded_ + kTileKeys * a_.width * item;
     const auto product = [&](const Packed& weights, char* target, int64_t stride) {
       LinearArgs args{};
@@ -94,97 +142,117 @@ class KeyTile {
     expanded_first_ = first;
   }
 
-  const char* key_row(int64_t position) const {
-    if (!expanded()) return entry(a_.keys, position);
-    return expanded_ + (position - expanded_first_) * a_.width * item_bytes(a_.type);
-  }
-  const char* value_row(int64_t position) const {
-    if (!expanded()) return entry(a_.values, position);
-    return expanded_ + (kTileKeys * a_.width + (position - expanded_first_) * a_.value_width) * item_bytes(a_.type);
-  }
-
   int64_t key_panel_bytes() const { return padded_width() * kPanel * item_bytes(a_.type); }
   int64_t value_panel_bytes() const { return kTileKeys * kPanel * item_bytes(a_.type); }
   int64_t padded_width() const { return (a_.width + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes); }
 
-  // Rows of the panel go one by one into one place first: a stream the prefetcher can follow, where 32
-  // would be too many. There they are padded with zeros, so that everything below works on full vectors.
-  void stage(bool keys, int64_t width, int64_t padded, int64_t first, int64_t count, char* target) const {
-    const int64_t item = item_bytes(a_.type), row_bytes = padded * item;
-    for (int64_t i = 0; i < kPanel; i++) {
-      const int64_t bytes = i < count ? width * item : 0;
-      if (i < count)
-        std::memcpy(target + i * row_bytes, keys ? key_row(first + i) : value_row(first + i), size_t(bytes));
-      std::memset(target + i * row_bytes + bytes, 0, size_t(row_bytes - bytes));
+  // Where the rows of a panel are read, and those of the panel after it, which are fetched meanwhile: pages lie
+  // anywhere, where no hardware prefetcher looks for them.
+  struct PanelRows {
+    const char* at[kPanel];
+    const char* ahead[kPanel];
+    MP_INLINE const char* operator()(int64_t i, int64_t bytes) const {
+      prefetch_far(ahead[i] + bytes);
+      return at[i] + bytes;
     }
+  };
+
+  // Rows that no full vector can be read from, or that do not exist, get a padded copy.
+  void find_rows(bool keys, int64_t width, int64_t padded, int64_t first, int64_t count, int64_t end, char* copies,
+                 PanelRows* rows) const {
+    const int64_t item = item_bytes(a_.type), row_bytes = padded * item;
+    const Pages& pages = keys ? a_.keys : a_.values;
+    const int64_t existing = count < kPanel ? count : kPanel;
+    if (expanded()) {
+      const char* row = expanded_ + ((keys ? 0 : kTileKeys * a_.width) + (first - expanded_first_) * width) * item;
+      for (int64_t i = 0; i < existing; i++) rows->at[i] = row + i * width * item;
+    } else {
+      Entries source = entries(pages, first);
+      for (int64_t i = 0; i < existing; i++) rows->at[i] = source.next();
+    }
+    if (width != padded)
+      for (int64_t i = 0; i < existing; i++) {
+        char* copy = copies + i * row_bytes;
+        copy_row(copy, rows->at[i], width * item, row_bytes);
+        rows->at[i] = copy;
+      }
+    if (existing < kPanel) std::memset(copies + existing * row_bytes, 0, size_t((kPanel - existing) * row_bytes));
+    for (int64_t i = existing; i < kPanel; i++) rows->at[i] = copies + i * row_bytes;
+    const int64_t next = first + kPanel, left = expanded() || next >= end ? 0 : end - next < kPanel ? end - next : kPanel;
+    if (left > 0) {
+      Entries source = entries(pages, next);
+      for (int64_t i = 0; i < left; i++) rows->ahead[i] = source.next();
+    }
+    for (int64_t i = left; i < kPanel; i++) rows->ahead[i] = rows->at[i];
   }
 
-  void pack_panel(int64_t first, int64_t count, int64_t panel) {
-    stage(true, a_.width, padded_width(), first, count, staged_keys_);
-    if (!a_.shared) stage(false, a_.value_width, value_row_, first, count, staged_values_);
-    if (a_.type == Type::f32) pack_wide(panel);
-    else if (dot()) pack_depth_pairs(panel);
-    else pack_column_pairs(panel);
+  void pack_panel(int64_t first, int64_t count, int64_t panel, int64_t end) {
+    PanelRows keys, values;
+    find_rows(true, a_.width, padded_width(), first, count, end, staged_keys_, &keys);
+    if (!a_.shared) find_rows(false, a_.value_width, value_row_, first, count, end, staged_values_, &values);
+    const PanelRows& value_rows = a_.shared ? keys : values;
+    if (a_.type == Type::f32) pack_wide(panel, keys, value_rows);
+    else if (dot()) pack_depth_pairs(panel, keys, value_rows);
+    else pack_column_pairs(panel, keys, value_rows);
+  }
+
+  // Lanes [first, first + 16) of all rows, transposed.
+  void transpose_rows(uint32_t* keys, const PanelRows& rows, int64_t first) const {
+    transpose_of(keys, kPanel, [&](int i) { return rows(i, first * 4); });
+    transpose_of(keys + kLanes, kPanel, [&](int i) { return rows(kLanes + i, first * 4); });
   }
 
   // [width][32] fp32 keys; [32 keys][32] fp32 values per value panel.
-  void pack_wide(int64_t panel) {
-    const uint32_t* rows = reinterpret_cast<const uint32_t*>(staged_keys_);
-    const uint32_t* value_rows = reinterpret_cast<const uint32_t*>(staged_values_);
-    const int64_t step = padded_width();
+  void pack_wide(int64_t panel, const PanelRows& key_rows, const PanelRows& value_rows) {
     uint32_t* keys = reinterpret_cast<uint32_t*>(keys_ + panel * key_panel_bytes());
-    for (int64_t w = 0; w < step; w += kLanes) {
-      transpose(keys + w * kPanel, rows + w, step, kPanel);
-      transpose(keys + w * kPanel + kLanes, rows + kLanes * step + w, step, kPanel);
-    }
-    for (int64_t v = 0; v < value_panels_; v++) {
-      char* values = values_ + v * value_panel_bytes() + panel * kPanel * value_step();
-      for (int64_t i = 0; i < kPanel; i++) std::memcpy(values + i * kPanel * 4, value_rows + i * value_row_ + v * kPanel, kPanel * 4);
-    }
+    for (int64_t w = 0; w < padded_width(); w += kLanes) transpose_rows(keys + w * kPanel, key_rows, w);
+    for (int64_t i = 0; i < kPanel; i++)
+      for (int64_t v = 0; v < value_panels_; v++) {
+        char* values = values_ + v * value_panel_bytes() + (panel * kPanel + i) * value_step();
+        std::memcpy(values, value_rows(i, v * kPanel * 4), 64);
+        std::memcpy(values + 64, value_rows(i, v * kPanel * 4 + 64), 64);
+      }
   }
 
   // Neighbouring entries of a key, and the same entry of neighbouring keys, share a 32-bit lane.
-  void pack_depth_pairs(int64_t panel) {
-    const uint32_t* rows = reinterpret_cast<const uint32_t*>(staged_keys_);
-    const uint16_t* value_rows = reinterpret_cast<const uint16_t*>(staged_values_);
-    const int64_t step = padded_width() / 2;
+  void pack_depth_pairs(int64_t panel, const PanelRows& key_rows, const PanelRows& value_rows) {
     uint32_t* keys = reinterpret_cast<uint32_t*>(keys_ + panel * key_panel_bytes());
-    for (int64_t w = 0; w < step; w += kLanes) {
-      transpose(keys + w * kPanel, rows + w, step, kPanel);
-      transpose(keys + w * kPanel + kLanes, rows + kLanes * step + w, step, kPanel);
-    }
-    for (int64_t i = 0; i < kPanel; i += 2) {
-      const uint16_t* low = value_rows + i * value_row_;
-      const uint16_t* high = low + value_row_;
+    for (int64_t w = 0; w < padded_width() / 2; w += kLanes) transpose_rows(keys + w * kPanel, key_rows, w);
+    for (int64_t i = 0; i < kPanel; i += 2)
       for (int64_t v = 0; v < value_panels_; v++) {
         uint32_t* values = reinterpret_cast<uint32_t*>(values_ + v * value_panel_bytes()) + (panel * kPanel + i) / 2 * kPanel;
-        join(low + v * kPanel, high + v * kPanel, values);
-        join(low + v * kPanel + kLanes, high + v * kPanel + kLanes, values + kLanes);
+        interleave(halves(value_rows(i, v * kPanel * 2)), halves(value_rows(i + 1, v * kPanel * 2)), values);
       }
-    }
   }
 
   // Keys i and i + 16, and values i and i + 16 of a panel, share a 32-bit lane.
-  void pack_column_pairs(int64_t panel) {
-    const uint16_t* rows = reinterpret_cast<const uint16_t*>(staged_keys_);
-    const uint16_t* value_rows = reinterpret_cast<const uint16_t*>(staged_values_);
-    const int64_t step = padded_width();
+  void pack_column_pairs(int64_t panel, const PanelRows& key_rows, const PanelRows& value_rows) {
     uint32_t* keys = reinterpret_cast<uint32_t*>(keys_ + panel * key_panel_bytes());
     alignas(64) uint32_t block[kLanes * kLanes];
-    for (int64_t w = 0; w < step; w += kLanes) {
+    for (int64_t w = 0; w < padded_width(); w += kLanes) {
       for (int64_t i = 0; i < kLanes; i++)
-        join(rows + i * step + w, rows + (i + kLanes) * step + w, block + i * kLanes);
+        join(halves(key_rows(i, w * 2)), halves(key_rows(i + kLanes, w * 2)), block + i * kLanes);
       transpose(keys + w * kLanes, block, kLanes, kLanes);
     }
-    for (int64_t v = 0; v < value_panels_; v++) {
-      uint32_t* values = reinterpret_cast<uint32_t*>(values_ + v * value_panel_bytes()) + panel * kPanel * kLanes;
-      for (int64_t i = 0; i < kPanel; i++) {
-        const uint16_t* row = value_rows + i * value_row_ + v * kPanel;
-        join(row, row + kLanes, values + i * kLanes);
+    for (int64_t i = 0; i < kPanel; i++)
+      for (int64_t v = 0; v < value_panels_; v++) {
+        const uint16_t* row = halves(value_rows(i, v * kPanel * 2));
+        join(row, row + kLanes, reinterpret_cast<uint32_t*>(values_ + v * value_panel_bytes()) + (panel * kPanel + i) * kLanes);
       }
-    }
   }
 
+  static const uint16_t* halves(const char* row) { return reinterpret_cast<const uint16_t*>(row); }
+  // 32 of each
+  static void interleave(const uint16_t* low, const uint16_t* high, uint32_t* lanes) {
+#if defined(MP_DOT)
+    const __m512i first = _mm512_loadu_si512(low), second = _mm512_loadu_si512(high);
+    _mm512_storeu_si512(lanes, _mm512_permutex2var_epi16(first, _mm512_loadu_si512(kFirstPairs), second));
+    _mm512_storeu_si512(lanes + kLanes, _mm512_permutex2var_epi16(first, _mm512_loadu_si512(kLastPairs), second));
+#else
+    join(low, high, lanes);
+    join(low + kLanes, high + kLanes, lanes + kLanes);
+#endif
+  }
   static void join(const uint16_t* low, const uint16_t* high, uint32_t* lanes) {
     for (int i = 0; i < kLanes; i++) lanes[i] = uint32_t(low[i]) | uint32_t(high[i]) << 16;
   }
@@ -390,7 +458,7 @@ struct AttentionItem {
     }
     const int64_t end = position(num_rows - 1) + 1;
     for (int64_t first = 0; first < end; first += kTileKeys) {
-      tile.pack(first, end - first < kTileKeys ? end - first : kTileKeys);
+      tile.pack(first, end);
       for (int64_t r = 0; r < num_rows; r += kTileRows) {
         const int64_t count = num_rows - r < kTileRows ? num_rows - r : kTileRows;
         int64_t visible[kTileRows];

@@ -94,51 +94,49 @@ struct Mxfp4 {
 #endif
 };
 
-// ROWS rows and PANELS panels, VECS vectors of each: every code is decoded once, in registers, and meets all rows.
-// Rows as `pack_rows` lays them out.
-template <class Code, bool dot, int ROWS, int PANELS, int VECS>
+// ROWS rows and VECS vectors of a panel: every code is decoded once, in registers, and meets all rows. Rows as
+// `pack_rows` lays them out.
+template <class Code, bool dot, int ROWS, int VECS>
 struct CodedProduct {
-  static constexpr int kVecs = PANELS * VECS;
-  Vec sums[ROWS][kVecs], scales[kVecs];
+  Vec sums[ROWS][VECS], scales[VECS];
 
   template <int PAIR>
-  MP_INLINE void pair(const float* x, const char* chunks, int64_t panel_bytes, int first_half) {
+  MP_INLINE void pair(const float* x, const char* chunk, int first_half) {
 #if defined(MP_DOT)
     if (dot) {
-      __m512bh w[kVecs];
+      __m512bh w[VECS];
       MP_UNROLL
-      for (int v = 0; v < kVecs; v++)
-        w[v] = (__m512bh)Code::template pairs<PAIR>(chunks + v / VECS * panel_bytes, first_half + v % VECS, scales[v]);
+      for (int v = 0; v < VECS; v++)
+        w[v] = (__m512bh)Code::template pairs<PAIR>(chunk, first_half + v, scales[v]);
       MP_UNROLL
       for (int r = 0; r < ROWS; r++) {
         int lane;
         std::memcpy(&lane, x + PAIR * ROWS + r, 4);
         const __m512bh xr = (__m512bh)_mm512_set1_epi32(lane);
         MP_UNROLL
-        for (int v = 0; v < kVecs; v++) sums[r][v].v = _mm512_dpbf16_ps(sums[r][v].v, xr, w[v]);
+        for (int v = 0; v < VECS; v++) sums[r][v].v = _mm512_dpbf16_ps(sums[r][v].v, xr, w[v]);
       }
       return;
     }
 #endif
-    Vec low[kVecs], high[kVecs];
+    Vec low[VECS], high[VECS];
     MP_UNROLL
-    for (int v = 0; v < kVecs; v++)
-      Code::template decode<PAIR>(chunks + v / VECS * panel_bytes, first_half + v % VECS, scales[v], &low[v], &high[v]);
+    for (int v = 0; v < VECS; v++) Code::template decode<PAIR>(chunk, first_half + v, scales[v], &low[v], &high[v]);
     MP_UNROLL
     for (int r = 0; r < ROWS; r++) {
       const Vec first = set1(x[2 * PAIR * ROWS + r]), second = set1(x[(2 * PAIR + 1) * ROWS + r]);
       MP_UNROLL
-      for (int v = 0; v < kVecs; v++) sums[r][v] = fma(second, high[v], fma(first, low[v], sums[r][v]));
+      for (int v = 0; v < VECS; v++) sums[r][v] = fma(second, high[v], fma(first, low[v], sums[r][v]));
     }
   }
 
-  // c[r][p * 32 + j]; the totals of scaled sums live there from group to group.
+  // c[r][j]; the totals of scaled sums live there from group to group.
   MP_INLINE void add_group(float* c, bool first, int first_half) const {
     MP_UNROLL
     for (int r = 0; r < ROWS; r++)
       MP_UNROLL
-      for (int v = 0; v < kVecs; v++) {
-        float* total = c + r * PANELS * kPanel + v / VECS * kPanel + (first_half + v % VECS) * kLanes;
+      for (int v = 0; v < VECS; v++) {
+        float* total = c + r * kPanel + (first_half + v) * kLanes;
         store(total, Code::kScalesSums ? fma(scales[v], sums[r][v], first ? zero() : load(total)) : sums[r][v]);
       }
   }
@@ -147,25 +145,24 @@ struct CodedProduct {
     MP_UNROLL
     for (int r = 0; r < ROWS; r++)
       MP_UNROLL
-      for (int v = 0; v < kVecs; v++) sums[r][v] = zero();
+      for (int v = 0; v < VECS; v++) sums[r][v] = zero();
   }
 
-  MP_INLINE void run(const Packed& w, const float* x, const char* panels, float* c, int first_half) {
-    const int64_t panel_bytes = w.panel_bytes(), block_bytes = w.block_bytes(), num_groups = w.scale_groups();
+  MP_INLINE void run(const Packed& w, const float* x, const char* panel, float* c, int first_half) {
+    const int64_t block_bytes = w.block_bytes(), num_groups = w.scale_groups();
     constexpr int kStep = (dot ? kChunk / 2 : kChunk) * ROWS;
     clear();
-    for (int64_t g = 0; g < num_groups; g++, panels += block_bytes) {
+    for (int64_t g = 0; g < num_groups; g++, panel += block_bytes) {
       MP_UNROLL
-      for (int v = 0; v < kVecs; v++) scales[v] = Code::scale(panels + v / VECS * panel_bytes, first_half + v % VECS);
-      const char* chunks = panels + Code::kScaleBytes;
-      for (int64_t i = 0; i < w.group / kChunk; i++, chunks += Code::kChunkBytes, x += kStep) {
+      for (int v = 0; v < VECS; v++) scales[v] = Code::scale(panel, first_half + v);
+      const char* chunk = panel + Code::kScaleBytes;
+      for (int64_t i = 0; i < w.group / kChunk; i++, chunk += Code::kChunkBytes, x += kStep) {
         MP_UNROLL
-        for (int line = 0; line < PANELS * Code::kChunkBytes; line += 64)
-          prefetch(chunks + line / Code::kChunkBytes * panel_bytes + line % Code::kChunkBytes + kPrefetchBytes / 2);
-        pair<0>(x, chunks, panel_bytes, first_half);
-        pair<1>(x, chunks, panel_bytes, first_half);
-        pair<2>(x, chunks, panel_bytes, first_half);
-        pair<3>(x, chunks, panel_bytes, first_half);
+        for (int line = 0; line < Code::kChunkBytes; line += 64) prefetch(chunk + line + kPrefetchBytes);
+        pair<0>(x, chunk, first_half);
+        pair<1>(x, chunk, first_half);
+        pair<2>(x, chunk, first_half);
+        pair<3>(x, chunk, first_half);
       }
       if (!Code::kScalesSums) continue;
       add_group(c, g == 0, first_half);
@@ -175,13 +172,13 @@ struct CodedProduct {
   }
 };
 
-template <class Code, bool dot, int ROWS, int PANELS>
-void multiply_coded(const Packed& w, const float* x, const char* panels, float* c) {
-  constexpr int kVecs = PANELS == 1 ? kTileVecs : 2;
+template <class Code, bool dot, int ROWS>
+void multiply_coded(const Packed& w, const float* x, const char* panel, float* c) {
+  constexpr int kVecs = ROWS <= kWholeCodedRows ? 2 : kTileVecs;
   MP_UNROLL
   for (int half = 0; half < 2; half += kVecs) {
-    CodedProduct<Code, dot, ROWS, PANELS, kVecs> product;
-    product.run(w, x, panels, c, half);
+    CodedProduct<Code, dot, ROWS, kVecs> product;
+    product.run(w, x, panel, c, half);
   }
 }
 
@@ -189,7 +186,7 @@ using CodedFunction = void (*)(const Packed&, const float*, const char*, float*)
 // One panel, for the rows of one tile.
 template <class Code, bool dot>
 inline CodedFunction tile_function(int64_t rows) {
-#define MP_CODED(n) multiply_coded<Code, dot, (n <= kTileRows ? n : 1), 1>
+#define MP_CODED(n) multiply_coded<Code, dot, (n <= kTileRows ? n : 1)>
   static const CodedFunction functions[] = MP_ROW_FUNCTIONS(MP_CODED);
 #undef MP_CODED
   return functions[rows - 1];
@@ -281,20 +278,10 @@ inline void coded_item(const void* job_pointer, int64_t item) {
   const int64_t first_tile = block * job.tiles_per_block;
   const int64_t end_tile = first_tile + job.tiles_per_block < job.tiles ? first_tile + job.tiles_per_block : job.tiles;
   const char* weights = static_cast<const char*>(w.data);
-  alignas(64) float c[kTileRows * kPanel * 2];
-  int64_t panel = first_panel;
-  if (a.rows <= kWideRows) {
-    for (; panel + 1 < end_panel; panel += 2) {
-      const char* panels = weights + panel * w.panel_bytes();
-      if (a.rows == 1) multiply_coded<Code, dot, 1, 2>(w, job.rows, panels, c);
-      else multiply_coded<Code, dot, 2, 2>(w, job.rows, panels, c);
-      finish_rows(a, 0, panel, 0, a.rows, c, 2 * kPanel);
-      finish_rows(a, 0, panel + 1, 0, a.rows, c + kPanel, 2 * kPanel);
-    }
-  }
+  alignas(64) float c[kTileRows * kPanel];
   if (job.tiles == 1) {
     const CodedFunction product = tile_function<Code, dot>(a.rows);
-    for (; panel < end_panel; panel++) {
+    for (int64_t panel = first_panel; panel < end_panel; panel++) {
       product(w, job.rows, weights + panel * w.panel_bytes(), c);
       finish_rows(a, 0, panel, 0, a.rows, c, kPanel);
     }
@@ -302,7 +289,7 @@ inline void coded_item(const void* job_pointer, int64_t item) {
   }
   // Several tiles share what was decoded.
   uint32_t* pairs = scratch_of<uint32_t>(kDecoded, w.depth() / 2 * kPanel);
-  for (; panel < end_panel; panel++) {
+  for (int64_t panel = first_panel; panel < end_panel; panel++) {
     decode_panel<Code>(w, weights + panel * w.panel_bytes(), pairs);
     for (int64_t tile = first_tile; tile < end_tile; tile++) {
       const int64_t rows = tile_rows(a, tile), first = tile * kTileRows;

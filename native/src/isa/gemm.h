@@ -42,10 +42,13 @@ inline Vec rounded(Vec x, Type type) {
 // Sums must become registers, so every loop over them has to disappear.
 #define MP_UNROLL _Pragma("GCC unroll 16")
 
-// Weights are read once and in order, but hardware prefetchers stop at every page of 4 KiB, and products of several
-// rows compute too long between two lines for the CPU to look that far ahead itself. Those of one or two do not.
+// Weights are read once and in order, one panel after the other: two side by side are read an eighth slower. Hardware
+// prefetchers stop at every page of 4 KiB, and products of several rows compute too long between two lines for the CPU
+// to look that far ahead itself. Those of one row do not.
 constexpr int64_t kPrefetchBytes = 4096;
 MP_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+// To the second-level cache, which waits for more lines at a time than the first.
+MP_INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // How 16-bit weights share a 32-bit lane.
 enum class Panel {
@@ -157,7 +160,7 @@ MP_INLINE void multiply_dot_onto(Accumulators<Panel::depth_pairs, ROWS, PANELS, 
     for (int v = 0; v < PANELS * 2; v++) {
       const char* line = panels + v / 2 * panel_bytes + (pair * kPanel + v % 2 * kLanes) * 4;
       w[v] = (__m512bh)_mm512_loadu_si512(line);
-      if (ROWS > 2) prefetch(line + kPrefetchBytes);
+      if (ROWS > 1) prefetch(line + kPrefetchBytes);
     }
     MP_UNROLL
     for (int r = 0; r < ROWS; r++) {
@@ -185,7 +188,7 @@ void multiply_dot_panel(const float* x, int64_t x_step, const char* panel, int64
 template <Panel kind, int ROWS>
 void multiply_panel(const float* x, int64_t x_step, const char* panel, int64_t depth, float* c, int64_t c_step,
                     bool accumulate) {
-  if (kTileVecs == 2) {
+  if (ROWS <= kWholeRows) {
     multiply<kind, ROWS, 1, 2>(x, x_step, panel, 0, depth, c, c_step, accumulate, 0);
   } else {
     multiply<kind, ROWS, 1, 1>(x, x_step, panel, 0, depth, c, c_step, accumulate, 0);
@@ -242,23 +245,6 @@ inline PanelFunction product_function(int64_t rows) {
   if (form == Form::dot) return dot_function(rows);
 #endif
   return form == Form::wide ? panel_function<Panel::wide>(rows) : panel_function<Panel::depth_pairs>(rows);
-}
-
-// Two panels side by side, so that few rows still have enough independent sums.
-template <Form form>
-inline void multiply_wide(int64_t rows, const float* x, const char* panels, int64_t panel_bytes, int64_t depth,
-                          float* c, int64_t c_step) {
-#if defined(MP_DOT)
-  if (form == Form::dot) {
-    const uint32_t* pairs = reinterpret_cast<const uint32_t*>(x);
-    if (rows == 1) multiply_dot<1, 2>(pairs, 1, panels, panel_bytes, depth / 2, c, c_step, false);
-    else multiply_dot<2, 2>(pairs, 2, panels, panel_bytes, depth / 2, c, c_step, false);
-    return;
-  }
-#endif
-  constexpr Panel kind = form == Form::wide ? Panel::wide : Panel::depth_pairs;
-  if (rows == 1) multiply<kind, 1, 2, 2>(x, 1, panels, panel_bytes, depth, c, c_step, false, 0);
-  else if (kWideRows >= 2) multiply<kind, 2, 2, 2>(x, 2, panels, panel_bytes, depth, c, c_step, false, 0);
 }
 
 // Rows [first, first + count) as fp32 [k][count], zeros behind an odd k; or, for dot, as pairs [k / 2][count].
@@ -343,16 +329,8 @@ inline void linear_item(const void* job_pointer, int64_t item) {
   const float* packed = job.rows + group * a.rows * w.depth();
   const int64_t first_tile = block * job.tiles_per_block;
   const int64_t end_tile = first_tile + job.tiles_per_block < job.tiles ? first_tile + job.tiles_per_block : job.tiles;
-  alignas(64) float c[kTileRows * kPanel * 2];
-  int64_t panel = first_panel;
-  if (a.rows <= kWideRows) {
-    for (; panel + 1 < end_panel; panel += 2) {
-      multiply_wide<form>(a.rows, packed, weights + panel * w.panel_bytes(), w.panel_bytes(), w.depth(), c, 2 * kPanel);
-      finish_rows(a, group, panel, 0, a.rows, c, 2 * kPanel);
-      finish_rows(a, group, panel + 1, 0, a.rows, c + kPanel, 2 * kPanel);
-    }
-  }
-  for (; panel < end_panel; panel++) {
+  alignas(64) float c[kTileRows * kPanel];
+  for (int64_t panel = first_panel; panel < end_panel; panel++) {
     for (int64_t tile = first_tile; tile < end_tile; tile++) {
       const int64_t rows = tile_rows(a, tile), first = tile * kTileRows;
       product_function<form>(rows)(packed + first * w.depth(), rows, weights + panel * w.panel_bytes(), w.depth(), c,

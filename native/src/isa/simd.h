@@ -27,7 +27,8 @@ alignas(64) constexpr float kE2m1Values[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,
 constexpr bool kFused = true;
 constexpr int kTileRows = 12;  // accumulators: 12 rows x 2 vectors
 constexpr int kTileVecs = 2;
-constexpr int kWideRows = 2;   // up to this many rows two panels run side by side
+constexpr int kWholeRows = 12;  // up to this many rows both halves of a panel run side by side,
+constexpr int kWholeCodedRows = 12;  // and so many where codes are decoded on the way
 constexpr int kStateVecs = 4;
 
 struct Vec { __m512 v; };
@@ -147,7 +148,8 @@ inline __attribute__((always_inline)) void transpose_of(uint32_t* block, int64_t
 constexpr bool kFused = true;
 constexpr int kTileRows = 6;  // accumulators: 6 rows x 1 vector of two registers
 constexpr int kTileVecs = 1;
-constexpr int kWideRows = 1;
+constexpr int kWholeRows = 2;
+constexpr int kWholeCodedRows = 1;
 constexpr int kStateVecs = 1;
 
 struct Vec { __m256 a, b; };
@@ -280,7 +282,8 @@ inline __attribute__((always_inline)) void transpose_of(uint32_t* block, int64_t
 constexpr bool kFused = false;
 constexpr int kTileRows = 2;
 constexpr int kTileVecs = 1;
-constexpr int kWideRows = 0;
+constexpr int kWholeRows = 1;
+constexpr int kWholeCodedRows = 0;
 constexpr int kStateVecs = 1;
 
 typedef float Quad __attribute__((vector_size(16)));
@@ -359,8 +362,10 @@ inline float sum(Vec a) {
 }
 template <class Row>
 inline __attribute__((always_inline)) void transpose_of(uint32_t* block, int64_t out_step, Row row) {
-  for (int i = 0; i < 16; i++)
-    for (int j = 0; j < 16; j++) std::memcpy(block + j * out_step + i, row(i) + 4 * j, 4);
+  for (int i = 0; i < 16; i++) {
+    const char* lanes = row(i);
+    for (int j = 0; j < 16; j++) std::memcpy(block + j * out_step + i, lanes + 4 * j, 4);
+  }
 }
 
 #endif

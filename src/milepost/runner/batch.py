@@ -244,6 +244,11 @@ def _token_ids(chunks: Sequence[ChunkPlan], vocab_size: int) -> list[int]:
     return all_ids
 
 
+def _num_pages(chunk: ChunkPlan, match_unit: int) -> int:
+    """Pages that hold everything up to the last row of a chunk."""
+    return -(-chunk.last_row_end // match_unit)
+
+
 def _written_pages(
     chunks: Sequence[ChunkPlan],
     page_tables: Mapping[int, Sequence[PageTable]],
@@ -255,7 +260,7 @@ def _written_pages(
     pages: list[int] = []
     for chunk in chunks:
         table = page_tables[chunk.request_id][group]
-        needed = -(-chunk.last_row_end // match_unit)
+        needed = _num_pages(chunk, match_unit)
         if len(table) < needed:
             raise WorkerError(
                 f"request {chunk.request_id}: {chunk.last_row_end} tokens need {needed} pages, "
@@ -278,9 +283,7 @@ def _page_tables(
     chunks: Sequence[ChunkPlan], page_tables: Mapping[int, Sequence[PageTable]], match_unit: int
 ) -> tuple[torch.Tensor, ...]:
     """Of the decoder's attention group, which is the first: per chunk, the pages up to its last row."""
-    return tuple(
-        page_tables[chunk.request_id][0].pages(-(-chunk.last_row_end // match_unit)) for chunk in chunks
-    )
+    return tuple(page_tables[chunk.request_id][0].pages(_num_pages(chunk, match_unit)) for chunk in chunks)
 
 
 def _tail_rows(layout: CacheLayout, group: int) -> int:

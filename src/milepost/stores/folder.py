@@ -133,7 +133,10 @@ class SegmentFolder:
         except OSError as error:
             if is_full(error):
                 raise
-            raise StoreError(f"{self.root}: {error.strerror or error}") from error
+            raise StoreError(
+                f"{self.root} cannot be used as a folder: {error.strerror or error} ({error.filename}); "
+                "name one that exists or may be made"
+            ) from error
 
     def _check_root(self) -> None:
         found = os.lstat(self.root)
