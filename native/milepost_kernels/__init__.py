@@ -43,8 +43,8 @@ API_REVISION = 5
 """Raised with every addition; Milepost does without what an older library lacks.
 
 1: coded weights; 2: expanded latents; 3: packing of stored parts, tapes; 4: sampling;
-5: any gated experts behind either router, shared experts, output gates, mixes of sources, rotary positions and
-storing of keys and values alone, grouped queries without a gate.
+5: any gated experts behind either router, shared experts, output gates, mixes of sources, rotary positions
+and storing of keys and values alone, grouped queries without a gate.
 """
 
 __all__ = [
