@@ -7,40 +7,14 @@
 #endif
 
 #include "check/buffers.h"
+#include "check/weights.h"
 #include "common/dispatch.h"
 #include "common/threads.h"
 
 namespace milepost::check {
 namespace {
 
-const char* label(Type type) { return type == Type::f32 ? "f32" : "bf16"; }
-
 // ---------------------------------------------------------------- products
-
-class Weight {
- public:
-  Weight(Array source, int64_t n, int64_t k, Type type, bool paired = false, int64_t groups = 1) {
-    packed.type = type;
-    packed.groups = groups;
-    packed.n = n;
-    packed.k = k;
-    packed.paired = paired;
-    memory_.assign(size_t(packed.bytes()) + 64, char(0xFF));
-    packed.data = memory_.data() + (64 - reinterpret_cast<uintptr_t>(memory_.data()) % 64) % 64;
-    const Rows rows = source.view();
-    const PackPart part{static_cast<const char*>(rows.data), rows.stride, n * (paired ? 2 : 1) * groups};
-    PackArgs args{};
-    args.parts = &part;
-    args.num_parts = 1;
-    args.group = n * (paired ? 2 : 1) * rows.stride;
-    args.target = packed;
-    kernels().pack(args);
-  }
-  Packed packed;
-
- private:
-  std::vector<char> memory_;
-};
 
 std::string linear(Report& report, Type x_type, Type w_type, Type y_type, bool paired) {
   std::string all;
@@ -76,39 +50,6 @@ std::string linear(Report& report, Type x_type, Type w_type, Type y_type, bool p
   }
   return all;
 }
-
-// Codes of every value, with scales around one.
-class CodedWeight {
- public:
-  CodedWeight(Coding coding, int64_t n, int64_t k, int64_t group, bool paired, uint32_t seed) {
-    packed.type = Type::bf16;
-    packed.coding = coding;
-    packed.group = group;
-    packed.n = n;
-    packed.k = k;
-    packed.paired = paired;
-    const int64_t rows = n * (paired ? 2 : 1), stride = coding == Coding::mxfp4 ? k / 2 : k;
-    const int64_t scale_stride = packed.scale_groups() * packed.scale_bytes() / kPanel;
-    std::vector<uint8_t> codes(size_t(rows * stride)), scales(size_t(rows * scale_stride));
-    Random random(seed);
-    for (uint8_t& code : codes) {
-      code = uint8_t(random.next() >> 8);
-      if (coding == Coding::int4) code = uint8_t(int8_t(code << 4) >> 4);
-    }
-    for (size_t i = 0; i < scales.size(); i++) {
-      const uint32_t bits = random.next() >> 8;
-      if (coding == Coding::mxfp4) scales[i] = uint8_t(124 + bits % 5);
-      else scales[i] = i % 2 == 0 ? uint8_t(bits) : uint8_t(0x3B + (bits & 0x80));  // bf16 of 2^-9 to 2^-7, any sign
-    }
-    memory_.assign(size_t(packed.bytes()) + 64, char(0xFF));
-    packed.data = memory_.data() + (64 - reinterpret_cast<uintptr_t>(memory_.data()) % 64) % 64;
-    kernels().pack_coded(PackCodedArgs{codes.data(), scales.data(), stride, scale_stride, packed});
-  }
-  Packed packed;
-
- private:
-  std::vector<char> memory_;
-};
 
 std::string coded(Report& report, Coding coding, int64_t group, Type type, bool paired) {
   std::string all;
@@ -333,6 +274,7 @@ std::string gqa(Report& report, Type type) {
     for (int64_t count : kCuts[way]) {
       Array query(count, heads * dim), mixed(count, heads * dim);
       GqaArgs args{};
+      args.gated = true;
       args.query_gate = query_gate.from(first);
       args.key = key.from(first);
       args.value = value.from(first);
@@ -459,49 +401,6 @@ std::string recurrence(Report& report, const RecurrentShape& shape, Type type) {
   return results[0] + records[0];
 }
 
-// ---------------------------------------------------------------- experts
-
-std::string experts(Report& report, Type type) {
-  const int64_t count = 5, width = 20, inner = 7, rows = 17, per_token = 2;
-  std::vector<Weight> gate_up, down;
-  std::vector<Packed> gate_up_views, down_views;
-  for (int64_t e = 0; e < count; e++) {
-    gate_up.emplace_back(Array::random(2 * inner, width, uint32_t(30 + e), type), inner, width, type, true);
-    down.emplace_back(Array::random(width, inner, uint32_t(40 + e), type), width, inner, type);
-  }
-  for (const Weight& w : gate_up) gate_up_views.push_back(w.packed);
-  for (const Weight& w : down) down_views.push_back(w.packed);
-  Array x = Array::random(rows, width, 26, type), logits = Array::random(rows, count, 27, Type::f32, 2.0f);
-  Array bias = Array::random(1, count, 28, Type::f32, 0.2f), residual = Array::random(rows, width, 29, type);
-  Array y(rows, width, type);
-  MoeArgs args{};
-  args.x = x.view();
-  args.logits = logits.view();
-  args.bias = bias.floats();
-  args.rows = rows;
-  args.width = width;
-  args.inner = inner;
-  args.num_experts = count;
-  args.experts_per_token = per_token;
-  args.renormalize = true;
-  args.scaling = 2.4f;
-  args.gate_up = gate_up_views.data();
-  args.down = down_views.data();
-  args.residual = residual.view();
-  args.y = y.view();
-  kernels().moe(args);
-  report.expect(is_finite(y.values(), type), "not finite");
-  Array alone(1, width, type);
-  args.x = x.from(16);
-  args.logits = logits.from(16);
-  args.residual = residual.from(16);
-  args.y = alone.view();
-  args.rows = 1;
-  kernels().moe(args);
-  report.expect(alone.values() == y.values(16, 17), "a row alone differs");
-  return y.values();
-}
-
 }  // namespace
 
 std::vector<Case> all_cases() {
@@ -532,8 +431,8 @@ std::vector<Case> all_cases() {
     add("kda" + end, [=](Report& r) { return recurrence(r, {2, 2, 20, 20, false, false}, type); });
     add("kda-bounded" + end, [=](Report& r) { return recurrence(r, {2, 2, 16, 16, false, true}, type); });
     add("gdn" + end, [=](Report& r) { return recurrence(r, {2, 4, 16, 12, true, false}, type); });
-    add("experts" + end, [=](Report& r) { return experts(r, type); });
   }
+  add_mixtures(cases);
   add_sampling(cases);
   return cases;
 }

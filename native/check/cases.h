@@ -21,7 +21,8 @@ struct Case {
 };
 
 std::vector<Case> all_cases();
-// Those of sampling.cpp, which all_cases has as well.
+// Those of mixtures.cpp and sampling.cpp, which all_cases has as well.
+void add_mixtures(std::vector<Case>& cases);
 void add_sampling(std::vector<Case>& cases);
 
 }  // namespace milepost::check

@@ -6,10 +6,12 @@ from milepost_kernels._native import (
     PackedWeight,
     RecurrentPlan,
     Tape,
+    add_shared,
     attend,
     attend_latents,
     available_isas,
     embed,
+    gate_values,
     gdn_mixer,
     gqa_mixer,
     gumbel_noise,
@@ -17,6 +19,7 @@ from milepost_kernels._native import (
     kda_mixer,
     linear,
     log_probabilities,
+    mix_sources,
     moe,
     num_threads,
     numerics_id,
@@ -25,19 +28,23 @@ from milepost_kernels._native import (
     pack_mxfp4,
     pack_parts,
     rms_norm,
+    rotate_heads,
     sample,
     set_isa,
     set_num_threads,
+    store_keys_values,
     store_latents,
 )
 
 __version__ = "0.1.0"
 API_VERSION = 2
 """Raised with every change of a signature; Milepost refuses another one."""
-API_REVISION = 4
+API_REVISION = 5
 """Raised with every addition; Milepost does without what an older library lacks.
 
-1: coded weights; 2: expanded latents; 3: packing of stored parts, tapes; 4: sampling.
+1: coded weights; 2: expanded latents; 3: packing of stored parts, tapes; 4: sampling;
+5: any gated experts behind either router, shared experts, output gates, mixes of sources, rotary positions
+and storing of keys and values alone, grouped queries without a gate.
 """
 
 __all__ = [
@@ -48,10 +55,12 @@ __all__ = [
     "PackedWeight",
     "RecurrentPlan",
     "Tape",
+    "add_shared",
     "attend",
     "attend_latents",
     "available_isas",
     "embed",
+    "gate_values",
     "gdn_mixer",
     "gqa_mixer",
     "gumbel_noise",
@@ -59,6 +68,7 @@ __all__ = [
     "kda_mixer",
     "linear",
     "log_probabilities",
+    "mix_sources",
     "moe",
     "num_threads",
     "numerics_id",
@@ -67,8 +77,10 @@ __all__ = [
     "pack_mxfp4",
     "pack_parts",
     "rms_norm",
+    "rotate_heads",
     "sample",
     "set_isa",
     "set_num_threads",
+    "store_keys_values",
     "store_latents",
 ]

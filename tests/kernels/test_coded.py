@@ -161,6 +161,6 @@ def test_an_older_library_leaves_integers_to_the_reference(monkeypatch: pytest.M
     with pytest.raises(ConfigError, match="older than weights of few bits"):
         api.select_kernels("native", coded_weights=True)
     plain = api.select_kernels()
-    assert plain.implementation == "native"
+    assert plain.implementation == "mixed", "torch serves what else the library lacks"
     with pytest.raises(ConfigError, match="older than weights of few bits"):
         plain.pack_linear(quantized(randn(4, 8), IntegerScheme(8, 8)))

@@ -20,8 +20,9 @@ from tests.kernels.native_support import (
 
 from milepost.kernels import reference, reference_layers
 from milepost.kernels.arguments import MoeParams
-from milepost.kernels.native import MXFP4_SCALES, DecodedOnUse, NativeOperations
+from milepost.kernels.native import MXFP4_SCALES, NativeOperations
 from milepost.kernels.native_library import native_library
+from milepost.kernels.native_workspace import DecodedOnUse
 from milepost.kernels.reference_coded import IntegerWeight, Mxfp4Weight, quantized
 from milepost.kernels.schemes import IntegerScheme
 

@@ -20,6 +20,7 @@ from milepost.kernels.api import OPERATIONS, select_kernels
 from milepost.kernels.arguments import KdaInputs, KdaParams, MoeParams
 from milepost.kernels.native_library import native_library
 from milepost.kernels.reference_coded import IntegerWeight, Mxfp4Weight, quantized
+from milepost.kernels.reference_experts import GluActivation
 from milepost.kernels.reference_gdn import GdnInputs, GdnParams
 from milepost.kernels.reference_gqa import GqaInputs, GqaParams, inverse_frequencies
 from milepost.kernels.schemes import IntegerScheme
@@ -28,6 +29,7 @@ ROWS = 37
 UNIT = 16
 PAGES = [4, 1, 5]
 EXTREME = 1e4
+SITU = GluActivation(4.0, 25.0)
 
 Rows = list[torch.Tensor]
 
@@ -172,16 +174,95 @@ def gdn_mixer(ops: Any, dtype: torch.dtype) -> Any:
     )
 
 
-def moe(ops: Any, dtype: torch.dtype) -> Any:
-    experts = [
+def store_keys_values(ops: Any, dtype: torch.dtype) -> Any:
+    kv_heads, dim = 2, 20
+    norm = 1.0 + 0.1 * randn(dim, seed=50)
+    params = GqaParams(4, kv_heads, dim, norm, norm, 1e-6, inverse_frequencies(10, 1e4))
+    pages = torch.full((6, UNIT, kv_heads * 2 * dim), NAN, dtype=dtype)
+
+    def call(rows: Rows, first: int) -> torch.Tensor:
+        index = places(first, rows[0].shape[0])
+        ops.store_keys_values(*rows, params, pages, index)
+        return pages[index.write_pages, index.write_offsets]
+
+    return call
+
+
+def gqa_mixer_without_gate(ops: Any, dtype: torch.dtype) -> Any:
+    heads, kv_heads, dim = 4, 2, 20
+    norms = [1.0 + 0.1 * randn(dim, seed=seed) for seed in (50, 51)]
+    params = GqaParams(heads, kv_heads, dim, *norms, 1e-6, inverse_frequencies(10, 1e4), has_gate=False)
+    pages = torch.full((6, UNIT, kv_heads * 2 * dim), NAN, dtype=dtype)
+    return lambda rows, first: ops.gqa_mixer(GqaInputs(*rows), params, pages, places(first, rows[0].shape[0]))
+
+
+def rotate_heads(is_interleaved: bool) -> Any:
+    def start(ops: Any, dtype: torch.dtype) -> Any:
+        frequencies = inverse_frequencies(10, 1e4)
+
+        def call(rows: Rows, first: int) -> torch.Tensor:
+            index = places(first, rows[0].shape[0])
+            return ops.rotate_heads(
+                rows[0], 3, frequencies, index, amplitude=1.5, is_interleaved=is_interleaved
+            )
+
+        return call
+
+    return start
+
+
+def random_experts(dtype: torch.dtype) -> list[tuple[torch.Tensor, ...]]:
+    return [
         tuple(
             randn(*shape, seed=60 + 3 * e + n, dtype=dtype)
             for n, shape in enumerate([(7, 20), (7, 20), (20, 7)])
         )
         for e in range(5)
     ]
-    params = MoeParams(0.2 * randn(5, seed=50), 2, True, 2.4, ops.pack_experts(experts))
+
+
+def moe(ops: Any, dtype: torch.dtype) -> Any:
+    params = MoeParams(0.2 * randn(5, seed=50), 2, True, 2.4, ops.pack_experts(random_experts(dtype)))
     return lambda rows, first: ops.moe(rows[0], rows[2], params, shared=None, residual=rows[1].clone())
+
+
+def moe_softmax(ops: Any, dtype: torch.dtype) -> Any:
+    params = MoeParams(None, 3, True, 1.0, ops.pack_experts(random_experts(dtype)))
+
+    def call(rows: Rows, first: int) -> torch.Tensor:
+        x, residual, shared, logits, gate = rows
+        return ops.moe(x, logits, params, shared=shared, residual=residual.clone(), shared_gate=gate)
+
+    return call
+
+
+def moe_situ(ops: Any, dtype: torch.dtype) -> Any:
+    """What works in a latent space: the sum alone."""
+    packed = ops.pack_experts(random_experts(dtype), activation=SITU)
+    params = MoeParams(0.2 * randn(5, seed=50), 2, True, 2.4, packed)
+    return lambda rows, first: ops.moe(rows[0], rows[1], params, shared=None, residual=None)
+
+
+def linear_swiglu_situ(ops: Any, dtype: torch.dtype) -> Any:
+    weight = ops.pack_swiglu(randn(2 * 19, 21, seed=50, dtype=dtype), name="x", activation=SITU)
+    return lambda rows, first: ops.linear_swiglu(rows[0], weight)
+
+
+def gate_values(ops: Any, dtype: torch.dtype) -> Any:
+    return lambda rows, first: ops.gate_values(*rows)
+
+
+def add_shared(ops: Any, dtype: torch.dtype) -> Any:
+    def call(rows: Rows, first: int) -> torch.Tensor:
+        x, shared, residual, gate = rows
+        return ops.add_shared(x, shared, residual=residual.clone(), gate=gate)
+
+    return call
+
+
+def mix_sources(ops: Any, dtype: torch.dtype) -> Any:
+    query = randn(21, seed=50)
+    return lambda rows, first: ops.mix_sources(rows, query, 1e-5)
 
 
 # -------------------------------------------------------- the same with weights of few bits
@@ -213,6 +294,19 @@ def linear_swiglu_int4(ops: Any, dtype: torch.dtype) -> Any:
     return lambda rows, first: ops.linear_swiglu(rows[0], weight)
 
 
+def moe_mxfp4(ops: Any, dtype: torch.dtype) -> Any:
+    generator = torch.Generator().manual_seed(50)
+
+    def matrix(rows: int, width: int) -> Mxfp4Weight:
+        packed = torch.randint(0, 256, (rows, width // 2), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(120, 126, (rows, width // 32), generator=generator, dtype=torch.uint8)
+        return Mxfp4Weight(packed, scales, dtype)
+
+    weights = [(matrix(32, 64), matrix(32, 64), matrix(64, 32)) for _ in range(5)]
+    params = MoeParams(0.2 * randn(5, seed=50), 2, True, 1.0, ops.pack_experts(weights, activation=SITU))
+    return lambda rows, first: ops.moe(rows[0], rows[2], params, shared=None, residual=rows[1].clone())
+
+
 def moe_int4(ops: Any, dtype: torch.dtype) -> Any:
     experts = [
         tuple(
@@ -240,6 +334,21 @@ KERNELS = {
     "moe": Kernel((20, 20, 5), moe, gates=(2,), num_fp32=1),
 }
 
+if native_library().has_mixtures:
+    KERNELS |= {
+        "linear_swiglu, situ": Kernel((21,), linear_swiglu_situ, gates=(0,)),
+        "store_keys_values": Kernel((40, 40), store_keys_values),
+        "gqa_mixer, no gate": Kernel((4 * 20, 40, 40), gqa_mixer_without_gate),
+        "rotate_heads": Kernel((3 * 21,), rotate_heads(False)),
+        "rotate_heads, interleaved": Kernel((3 * 21,), rotate_heads(True)),
+        "gate_values": Kernel((21, 21), gate_values, gates=(1,)),
+        "moe, softmax": Kernel((20, 20, 20, 5, 1), moe_softmax, gates=(3, 4), num_fp32=2),
+        "moe, situ": Kernel((20, 5), moe_situ, gates=(1,), num_fp32=1),
+        "moe, mxfp4": Kernel((64, 64, 5), moe_mxfp4, gates=(2,), num_fp32=1),
+        "add_shared": Kernel((21, 21, 21, 1), add_shared, gates=(3,), num_fp32=1),
+        "mix_sources": Kernel((21, 21, 21), mix_sources, gates=(1,)),
+    }
+
 if native_library().has_coded_weights:
     KERNELS |= {
         "linear, int8": Kernel((21, 33), linear_int8),
@@ -263,6 +372,8 @@ def whole(name: str, ops: Any, dtype: torch.dtype, inputs: Rows) -> torch.Tensor
 
 def test_no_kernel_is_missing() -> None:
     """`pack_*` prepare weights; the kernels that take them are here."""
+    if not native_library().has_mixtures:
+        pytest.skip("the native library is older than some of them")
     assert {name.split(",")[0] for name in KERNELS} == {
         name for name in OPERATIONS if not name.startswith("pack_")
     }

@@ -248,7 +248,7 @@ def test_api_says_what_serves_each_operation_and_why() -> None:
         for choice in kernels.choices:
             assert callable(getattr(kernels, choice.operation))
             assert choice.reason
-        assert kernels.numerics.startswith("milepost-" if kernels.implementation == "native" else "torch-")
+        assert kernels.numerics.startswith("torch-" if kernels.implementation == REFERENCE else "milepost-")
     assert {choice.implementation for choice in select_kernels(REFERENCE).choices} == {REFERENCE}
     with pytest.raises(ConfigError, match="kernels"):
         select_kernels("nonsense")

@@ -24,8 +24,8 @@ from milepost.models.inputs import LayerTaps, StepRows
 if not native_library().has_tapes:
     pytest.skip("the native library is older than tapes", allow_module_level=True)
 
-NATIVE_FAMILIES = ("kimi_linear", "qwen3_5")
-"""Every operation of a step is one of the kernels'."""
+NATIVE_FAMILIES = tuple(sorted(LAYOUTS)) if native_library().has_mixtures else ("kimi_linear", "qwen3_5")
+"""Every operation of a step of every family is one of the kernels'."""
 UNIT = 16
 PROMPTS = (5, 33, 70)
 
@@ -194,7 +194,14 @@ def rows_of_steps(
     return found
 
 
-TAPPED = {"kimi_linear": (0, 2), "qwen3_5": (1, 3), "kimi_k3": (0, 3)}
+TAPPED = {
+    "kimi_linear": (0, 2),
+    "kimi_k3": (0, 3),
+    "kimi_k3_packed": (1, 3),
+    "qwen3_5": (1, 3),
+    "qwen3_5_moe": (0, 3),
+    "qwen3_next": (2, 3),
+}
 """The first, one in between, and the last layer, which is the result as well."""
 COUNTS = (40, 1, 1, 2, 5, 1, 2, 31, 32, 33, 32, 31, 5, 1)
 

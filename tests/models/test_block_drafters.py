@@ -293,18 +293,21 @@ def blocks_one_position_on(case: Case, patch: pytest.MonkeyPatch) -> None:
 
 
 def entries_not_rotated(case: Case, patch: pytest.MonkeyPatch) -> None:
-    turns, store = Rotary.turns, dflash.store_keys_values
+    turns, store = Rotary.turns, dflash.GqaBlockAttention.store
 
     def only_blocks(self: Rotary, positions: Any) -> Any:
         return turns(self, positions if int(positions[0]) == LENGTH else torch.zeros_like(positions))
 
-    def unrotated(kernels: Any, key: Any, value: Any, params: Any, pages: Any, index: Any) -> None:
-        frequencies = torch.zeros_like(params.inverse_frequencies)
-        params = dataclasses.replace(params, inverse_frequencies=frequencies)
-        store(kernels, key, value, params, pages, index)
+    def unrotated(self: dflash.GqaBlockAttention, *arguments: Any) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            if self._stored is not None:
+                frequencies = torch.zeros_like(self._stored.inverse_frequencies)
+                stored = dataclasses.replace(self._stored, inverse_frequencies=frequencies)
+                inner.setattr(self, "_stored", stored)
+            store(self, *arguments)
 
     patch.setattr(Rotary, "turns", only_blocks)
-    patch.setattr(dflash, "store_keys_values", unrotated)
+    patch.setattr(dflash.GqaBlockAttention, "store", unrotated)
 
 
 def context_not_normed(case: Case, patch: pytest.MonkeyPatch) -> None:

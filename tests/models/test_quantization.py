@@ -39,17 +39,18 @@ class Packed:
             self.weights.append((name or "head", weight))
             return good.pack_linear(weight, name=name, parts=parts)
 
-        def pack_swiglu(weight: Any, *, name: str = "") -> Any:
+        def pack_swiglu(weight: Any, *, name: str = "", **more: Any) -> Any:
             self.weights.append((name, weight))
-            return good.pack_swiglu(weight, name=name)
+            return good.pack_swiglu(weight, name=name, **more)
 
         def pack_heads(weight: Any) -> Any:
             self.weights.append(("heads", weight))
             return good.pack_heads(weight)
 
-        def pack_experts(experts: Any) -> Any:
+        def pack_experts(experts: Any, **more: Any) -> Any:
+            experts = list(experts)
             self.weights += [("moe.expert", part) for expert in experts for part in expert]
-            return good.pack_experts(experts)
+            return good.pack_experts(experts, **more)
 
         return dataclasses.replace(
             good,

@@ -62,6 +62,13 @@ struct Packed {
   MP_INLINE int64_t bytes() const { return groups * panels() * panel_bytes(); }
 };
 
+// What a gated MLP does between its products: silu(gate) * up, or, with `beta` (SiTU), beta * tanh(gate / beta) *
+// sigmoid(gate) * linear_beta * tanh(up / linear_beta), where the up part stays as it is without `linear_beta`.
+struct Glu {
+  float beta = 0.0f;         // 0: SwiGLU
+  float linear_beta = 0.0f;  // 0: none
+};
+
 // y = x W^T per group; x_group and y_group: elements between the groups of a row.
 struct LinearArgs {
   Rows x;
@@ -73,6 +80,7 @@ struct LinearArgs {
   int64_t y_group = 0;
   Rows residual;        // data == nullptr: none; added to the rounded product
   bool serial = false;  // in the calling thread alone: it is one of those that share an item already
+  Glu glu;              // of a paired weight
 };
 
 // Rows of a weight that lie in one tensor, of the type of the packed weight.
@@ -152,7 +160,8 @@ struct AttentionArgs {
 
 // Grouped-query attention around `AttentionArgs`: norms, rotary positions, page writes; and the output gate.
 struct GqaArgs {
-  Rows query_gate;  // [rows, heads, 2, head_dim]
+  Rows query_gate;  // [rows, heads, 2, head_dim], or [rows, heads, head_dim] if not gated
+  bool gated;
   Rows key, value;  // [rows, kv_heads * head_dim]
   Rows out;         // [rows, heads * head_dim]
   const float *query_norm, *key_norm;
@@ -163,6 +172,16 @@ struct GqaArgs {
   const float* mixed;            // [rows, heads, head_dim], attention's result
   Pages keys, values;
   const int64_t *write_pages, *write_offsets;
+};
+
+// y = x with the last 2 * half entries of every head times `amplitude` and rotated: entry i of the first half with
+// entry i of the second one, or, interleaved, entry 2 i with entry 2 i + 1.
+struct RotateArgs {
+  Rows x, y;  // [rows, heads * width] of one type
+  int64_t rows, heads, width, half;
+  bool interleaved;
+  float amplitude;
+  const float *cosines, *sines;  // [rows, half]
 };
 
 struct StateExport {
@@ -206,16 +225,42 @@ struct KdaArgs {
 
 struct MoeArgs {
   Rows x;
-  Rows logits;  // fp32 [rows, experts]
-  const float* bias;
+  Rows logits;        // fp32 [rows, experts]
+  const float* bias;  // of a sigmoid router; nullptr: a softmax router
   int64_t rows, width, inner, num_experts, experts_per_token;
   bool renormalize;
   float scaling;
   const Packed* gate_up;
   const Packed* down;
-  Rows shared;    // [rows, width] in x's type, or no data
-  Rows residual;  // x's type
-  Rows y;         // x's type
+  Glu glu;
+  Rows shared;       // [rows, width] in x's type, or no data
+  Rows shared_gate;  // fp32 [rows, 1], before the sigmoid, or no data
+  Rows residual;     // x's type, or no data
+  Rows y;            // x's type
+};
+
+// y = residual + (x + [sigmoid(gate) *] shared), the sum in brackets rounded once. All [rows, width] of one type.
+struct AddSharedArgs {
+  Rows x, shared, residual, y;
+  Rows gate;  // fp32 [rows, 1], or no data
+  int64_t rows, width;
+};
+
+// y = x * sigmoid(gate), all [rows, width].
+struct GateArgs {
+  Rows x, gate, y;
+  int64_t rows, width;
+};
+
+constexpr int64_t kMaxSources = 256;
+
+// y = sources weighted by a softmax over rms_norm(source) . query, per row.
+struct MixArgs {
+  const Rows* sources;  // [count], each [rows, width]
+  int64_t count, rows, width;
+  const float* query;   // [width]
+  float eps;
+  Rows y;
 };
 
 struct EmbedArgs {
@@ -269,8 +314,12 @@ struct KernelTable {
   void (*attend)(const AttentionArgs&);
   void (*gqa_begin)(const GqaArgs&);
   void (*gqa_end)(const GqaArgs&);
+  void (*rotate)(const RotateArgs&);
   void (*kda)(const KdaArgs&);
   void (*moe)(const MoeArgs&);
+  void (*add_shared)(const AddSharedArgs&);
+  void (*gate)(const GateArgs&);
+  void (*mix)(const MixArgs&);
   void (*sample)(const SampleArgs&);
   void (*log_probabilities)(const LogprobArgs&);
   void (*gumbel_noise)(uint64_t key, int64_t count, double* out);

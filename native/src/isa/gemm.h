@@ -277,7 +277,7 @@ inline void pack_rows(const LinearArgs& a, int64_t group, int64_t first, int64_t
   }
 }
 
-// From fp32 sums to what is stored: rounding, SiLU(gate) * up, residual.
+// From fp32 sums to what is stored: rounding, gate and up, residual.
 inline void finish_rows(const LinearArgs& a, int64_t group, int64_t panel, int64_t first, int64_t count,
                         const float* c, int64_t c_step) {
   const Type type = a.y.type;
@@ -292,7 +292,7 @@ inline void finish_rows(const LinearArgs& a, int64_t group, int64_t panel, int64
       if (n <= 0) break;
       const int64_t offset = half * kLanes * item_bytes(type);
       Vec value = load(sums + half * kLanes);
-      if (a.weight.paired) value = mul(silu(rounded(value, type)), rounded(load(sums + kLanes), type));
+      if (a.weight.paired) value = gated(a.glu, rounded(value, type), rounded(load(sums + kLanes), type));
       if (extra != nullptr) value = add(load_part(extra + offset, type, n), rounded(value, type));
       store_part(y + offset, type, value, n);
     }

@@ -1,5 +1,5 @@
 // What grouped-query attention does before and behind the attention itself: per-head norms, rotary
-// positions, page writes; and the output gate.
+// positions, page writes; and the output gate. And rotary positions alone.
 #pragma once
 
 #include "isa/gemm.h"
@@ -39,7 +39,7 @@ inline void gqa_begin_item(const void* args, int64_t item) {
   float* rotated = scratch_of<float>(kMoeInner, a.head_dim + kLanes);
   for (int64_t row = item * 16; row < a.rows && row < item * 16 + 16; row++) {
     for (int64_t head = 0; head < a.heads; head++)
-      norm_and_rotate(a, a.query_gate.at(row, 2 * head * a.head_dim), a.query_gate.type, a.query_norm, row,
+      norm_and_rotate(a, a.query_gate.at(row, (a.gated ? 2 : 1) * head * a.head_dim), a.query_gate.type, a.query_norm, row,
                       a.query + (row * a.heads + head) * a.head_dim);
     const auto entry = [&](const Pages& pages, int64_t head) {
       const int64_t at = a.write_pages[row] * pages.page_stride + a.write_offsets[row] * pages.entry_stride;
@@ -62,12 +62,57 @@ inline void gqa_end_item(const void* args, int64_t item) {
     for (int64_t head = 0; head < a.heads; head++)
       for (int64_t i = 0; i < a.head_dim; i += kLanes) {
         const int64_t left = a.head_dim - i;
-        const Vec gate = load_part(a.query_gate.at(row, (2 * head + 1) * a.head_dim + i), a.query_gate.type, left);
         const float* mixed = a.mixed + (row * a.heads + head) * a.head_dim + i;
-        const Vec x = load_part(reinterpret_cast<const char*>(mixed), Type::f32, left);
-        store_part(a.out.at(row, head * a.head_dim + i), a.out.type, mul(x, sigmoid(gate)), left);
+        Vec x = load_part(reinterpret_cast<const char*>(mixed), Type::f32, left);
+        if (a.gated) {
+          const char* gate = a.query_gate.at(row, (2 * head + 1) * a.head_dim + i);
+          x = mul(x, sigmoid(load_part(gate, a.query_gate.type, left)));
+        }
+        store_part(a.out.at(row, head * a.head_dim + i), a.out.type, x, left);
       }
 }
+
+// The rotary part of one head; `work` holds 4 * half values.
+inline void rotate_head(const RotateArgs& a, int64_t row, const char* x, char* y, float* work) {
+  const int64_t half = a.half, bytes = item_bytes(a.x.type);
+  float *pairs = work, *first = work + 2 * half, *second = first + half;
+  const auto part = [](float* p) { return reinterpret_cast<char*>(p); };
+  for (int64_t i = 0; i < 2 * half; i += kLanes) {
+    const int64_t left = 2 * half - i;
+    store_part(part(pairs + i), Type::f32, mul(load_part(x + i * bytes, a.x.type, left), set1(a.amplitude)), left);
+  }
+  for (int64_t i = 0; i < half; i++) {
+    first[i] = pairs[a.interleaved ? 2 * i : i];
+    second[i] = pairs[a.interleaved ? 2 * i + 1 : half + i];
+  }
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const int64_t left = half - i;
+    const auto of = [left](const float* p) { return load_part(reinterpret_cast<const char*>(p), Type::f32, left); };
+    const Vec cosine = of(a.cosines + row * half + i), sine = of(a.sines + row * half + i);
+    const Vec one = of(first + i), other = of(second + i);
+    store_part(part(first + i), Type::f32, sub(mul(one, cosine), mul(other, sine)), left);
+    store_part(part(second + i), Type::f32, add(mul(other, cosine), mul(one, sine)), left);
+  }
+  for (int64_t i = 0; i < half; i++) {
+    pairs[a.interleaved ? 2 * i : i] = first[i];
+    pairs[a.interleaved ? 2 * i + 1 : half + i] = second[i];
+  }
+  for (int64_t i = 0; i < 2 * half; i += kLanes)
+    store_part(y + i * bytes, a.y.type, load_part(part(pairs + i), Type::f32, 2 * half - i), 2 * half - i);
+}
+
+inline void rotate_item(const void* args, int64_t item) {
+  const RotateArgs& a = *static_cast<const RotateArgs*>(args);
+  float* work = scratch_of<float>(kMoeInner, 4 * a.half + kLanes);
+  const int64_t kept = a.width - 2 * a.half;
+  for (int64_t row = item * 16; row < a.rows && row < item * 16 + 16; row++)
+    for (int64_t head = 0; head < a.heads; head++) {
+      std::memcpy(a.y.at(row, head * a.width), a.x.at(row, head * a.width), size_t(kept * item_bytes(a.x.type)));
+      rotate_head(a, row, a.x.at(row, head * a.width + kept), a.y.at(row, head * a.width + kept), work);
+    }
+}
+
+inline void rotate(const RotateArgs& a) { run_items((a.rows + 15) / 16, rotate_item, &a, a.rows > 32); }
 
 inline void gqa_begin(const GqaArgs& a) { run_items((a.rows + 15) / 16, gqa_begin_item, &a, a.rows > 32); }
 inline void gqa_end(const GqaArgs& a) { run_items((a.rows + 15) / 16, gqa_end_item, &a, a.rows > 32); }

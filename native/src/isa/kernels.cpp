@@ -6,6 +6,7 @@
 #include "isa/kda.h"
 #include "isa/moe.h"
 #include "isa/norms.h"
+#include "isa/residuals.h"
 #include "isa/sampling.h"
 
 #define MP_STRING_OF(name) #name
@@ -41,7 +42,7 @@ uint32_t probe() {
 #endif
 }
 
-const KernelTable kernel_table = {MP_STRING(MP_ISA), kFused, probe, pack, pack_coded, linear, rms_norm, store_latents, attend, gqa_begin, gqa_end, kda, moe, sample, log_probabilities, gumbel_noise};
+const KernelTable kernel_table = {MP_STRING(MP_ISA), kFused, probe, pack, pack_coded, linear, rms_norm, store_latents, attend, gqa_begin, gqa_end, rotate, kda, moe, add_shared, gate, mix, sample, log_probabilities, gumbel_noise};
 
 const KernelTable& table() { return kernel_table; }
 

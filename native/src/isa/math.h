@@ -2,6 +2,7 @@
 // library version, on the position of an element in its array, or on how many elements there are.
 #pragma once
 
+#include "common/types.h"
 #include "isa/simd.h"
 
 namespace milepost {
@@ -59,6 +60,24 @@ inline Vec log1p(Vec u) {
 
 inline Vec sigmoid(Vec x) { return div(set1(1.0f), add(set1(1.0f), exp(sub(zero(), x)))); }
 inline Vec silu(Vec x) { return mul(x, sigmoid(x)); }
+// Odd; small values keep their relative precision (Cephes, tanhf). NaN stays NaN.
+inline Vec tanh(Vec x) {
+  const Vec magnitude = max(sub(zero(), x), x), square = mul(x, x);
+  Vec p = set1(-5.70498872745e-3f);
+  p = fma(p, square, set1(2.06390887954e-2f));
+  p = fma(p, square, set1(-5.37397155531e-2f));
+  p = fma(p, square, set1(1.33314422036e-1f));
+  p = fma(p, square, set1(-3.33332819422e-1f));
+  const Vec small = fma(mul(p, square), x, x);
+  const Vec large = sub(set1(1.0f), div(set1(2.0f), add(exp(add(magnitude, magnitude)), set1(1.0f))));
+  return less_select(magnitude, set1(0.625f), small, less_select(x, zero(), sub(zero(), large), large));
+}
+inline Vec gated(const Glu& glu, Vec gate, Vec up) {
+  if (glu.beta == 0.0f) return mul(silu(gate), up);
+  const Vec beta = set1(glu.beta), linear = set1(glu.linear_beta);
+  if (glu.linear_beta != 0.0f) up = mul(linear, tanh(div(up, linear)));
+  return mul(mul(mul(beta, tanh(div(gate, beta))), sigmoid(gate)), up);
+}
 // log(1 + exp(x)) without overflow.
 inline Vec softplus(Vec x) {
   const Vec negative = sub(zero(), x);

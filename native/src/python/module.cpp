@@ -18,7 +18,7 @@ using nb::handle;
 
 std::string numerics_id() {
   // Raise the number with every change to an order of sums, a rounding, a polynomial or a tile size.
-  std::string id = std::string("milepost-1-") + (kernels().fused ? "fused" : "unfused");
+  std::string id = std::string("milepost-2-") + (kernels().fused ? "fused" : "unfused");
   if (const uint32_t probe = kernels().probe()) {
     char text[16];
     std::snprintf(text, sizeof(text), "-dot-%08x", unsigned(probe));
@@ -80,7 +80,8 @@ NB_MODULE(_native, m) {
       .def_prop_ro("num_calls", &Tape::num_calls)
       .def("run", &Tape::run, "ids"_a, "attention"_a.none(), "recurrent"_a.none());
 
-  m.def("linear", linear, "x"_a, "weight"_a, "out"_a, "residual"_a.none() = nb::none());
+  m.def("linear", linear, "x"_a, "weight"_a, "out"_a, "residual"_a.none() = nb::none(),
+        "beta"_a.none() = nb::none(), "linear_beta"_a.none() = nb::none());
   m.def("rms_norm", rms_norm, "x"_a, "weight"_a, "eps"_a, "out"_a);
   m.def("store_latents", store_latents, "x"_a, "weight"_a, "eps"_a, "pages"_a, "plan"_a);
   m.def("attend", attend, "query"_a, "pages"_a, "plan"_a, "value_width"_a, "scale"_a, "out"_a);
@@ -92,8 +93,16 @@ NB_MODULE(_native, m) {
         "eps"_a, "tails"_a, "states"_a, "plan"_a, "out"_a);
   m.def("gqa_mixer", gqa_mixer, "query_gate"_a, "key"_a, "value"_a, "query_norm"_a, "key_norm"_a, "eps"_a,
         "inverse_frequencies"_a, "pages"_a, "plan"_a, "out"_a);
-  m.def("moe", moe, "x"_a, "logits"_a, "bias"_a, "experts"_a, "experts_per_token"_a, "renormalize"_a, "scaling"_a,
-        "shared"_a.none(), "residual"_a.none(), "out"_a);
+  m.def("rotate_heads", rotate_heads, "x"_a, "num_heads"_a, "inverse_frequencies"_a, "amplitude"_a, "interleaved"_a,
+        "plan"_a, "out"_a);
+  m.def("store_keys_values", store_keys_values, "key"_a, "value"_a, "key_norm"_a, "eps"_a, "inverse_frequencies"_a,
+        "pages"_a, "plan"_a);
+  m.def("moe", moe, "x"_a, "logits"_a, "bias"_a.none(), "experts"_a, "experts_per_token"_a, "renormalize"_a, "scaling"_a,
+        "shared"_a.none(), "residual"_a.none(), "out"_a, "shared_gate"_a.none() = nb::none(),
+        "beta"_a.none() = nb::none(), "linear_beta"_a.none() = nb::none());
+  m.def("add_shared", add_shared, "x"_a, "shared"_a, "gate"_a.none(), "residual"_a, "out"_a);
+  m.def("gate_values", gate_values, "x"_a, "gate"_a, "out"_a);
+  m.def("mix_sources", mix_sources, "sources"_a, "query"_a, "eps"_a, "out"_a);
   m.def("embed", embed, "ids"_a, "table"_a, "out"_a);
 
   m.def("sample", sample, "logits"_a, "rules"_a);

@@ -28,15 +28,26 @@ GroupedRows grouped(handle object, const char* name, const Packed& w, int64_t wi
   return {t, t.rows(), three ? t.strides[1] : 0};
 }
 
+}  // namespace
+
 const float* vector_of(handle object, const char* name, int64_t size) {
   const Tensor t = Tensor::from(object, name, 1, kF32, 1);
   t.check_shape({size});
   return t.floats();
 }
 
-}  // namespace
+Glu glu_of(std::optional<float> beta, std::optional<float> linear_beta) {
+  const auto check = [](const std::optional<float>& value, const char* name) {
+    if (value.has_value() && !(*value > 0.0f && *value < __builtin_inff())) bad_value(name, "must be positive and finite");
+  };
+  check(beta, "beta");
+  check(linear_beta, "linear_beta");
+  if (linear_beta.has_value() && !beta.has_value()) bad_value("linear_beta", "needs a beta");
+  return Glu{beta.value_or(0.0f), linear_beta.value_or(0.0f)};
+}
 
-void linear(handle x_object, const PackedWeight& weight, handle out_object, handle residual_object) {
+void linear(handle x_object, const PackedWeight& weight, handle out_object, handle residual_object,
+            std::optional<float> beta, std::optional<float> linear_beta) {
   const Packed& w = weight.view();
   const GroupedRows x = grouped(x_object, "x", w, w.k), y = grouped(out_object, "out", w, w.n);
   if (y.tensor.shape[0] != x.tensor.shape[0]) bad_value("out", "must have as many rows as x");
@@ -48,6 +59,8 @@ void linear(handle x_object, const PackedWeight& weight, handle out_object, hand
   args.weight = w;
   args.y = y.rows;
   args.y_group = y.group;
+  args.glu = glu_of(beta, linear_beta);
+  if (args.glu.beta != 0.0f && !w.paired) bad_value("beta", "needs a weight of gate and up");
   Tensor r = x.tensor;
   if (!residual_object.is_none()) {
     if (w.groups > 1) bad_value("residual", "cannot be added to a grouped product");
@@ -86,8 +99,6 @@ void store_latents(handle x_object, handle weight, float eps, handle pages_objec
   perform(call, {nullptr, &plan, nullptr}, {&x}, pages, {x_object, pages_object, weight});
 }
 
-namespace {
-
 Pages pages_of(const Tensor& pages) { return Pages{pages.data, pages.strides[0], pages.strides[1], 0}; }
 
 AttentionArgs attention_args(const Tensor& pages, const AttentionPlan& plan, int64_t heads, int64_t value_width,
@@ -110,8 +121,6 @@ AttentionArgs attention_args(const Tensor& pages, const AttentionPlan& plan, int
   args.table_starts = plan.table_starts.data();
   return args;
 }
-
-}  // namespace
 
 void attend(handle query_object, handle pages_object, AttentionPlan& plan, int64_t value_width, float scale,
             handle out_object) {
@@ -263,73 +272,6 @@ void attend_latents(handle query_object, const PackedWeight& absorb_key, const P
 
 namespace {
 
-// Grouped-query attention: norms, rotary positions, page writes, attention, output gate.
-void run_gqa(GqaArgs args, const Tensor& pages, const Tensor& frequencies, AttentionPlan& plan) {
-  AttentionArgs attention =
-      attention_args(pages, plan, args.heads, args.head_dim, 1.0f / __builtin_sqrtf(float(args.head_dim)));
-  attention.kv_heads = args.kv_heads;
-  attention.width = args.head_dim;
-  attention.keys = args.keys;
-  attention.values = args.values;
-  attention.shared = false;
-  args.write_pages = plan.write_pages.data();
-  args.write_offsets = plan.write_offsets.data();
-  const RotaryTable& table = plan.rotary(frequencies.floats(), frequencies.shape[0]);
-  args.cosines = table.cosines.data();
-  args.sines = table.sines.data();
-  float* query = scratch_of<float>(kMixed, 2 * args.rows * args.heads * args.head_dim);
-  args.query = query;
-  args.mixed = query + args.rows * args.heads * args.head_dim;
-  attention.query = query;
-  attention.out = query + args.rows * args.heads * args.head_dim;
-  kernels().gqa_begin(args);
-  kernels().attend(attention);
-  kernels().gqa_end(args);
-}
-
-}  // namespace
-
-void gqa_mixer(handle query_gate, handle key, handle value, handle query_norm, handle key_norm, float eps,
-               handle frequencies, handle pages_object, AttentionPlan& plan, handle out) {
-  const Tensor q = Tensor::from(query_gate, "query_gate", 2, kFloats, 1), k = Tensor::from(key, "key", 2, kFloats, 1);
-  const Tensor v = Tensor::from(value, "value", 2, kFloats, 1), y = Tensor::from(out, "out", 2, kFloats, 1);
-  // Per key-value head the value, then the key.
-  const Tensor pages = Tensor::from(pages_object, "pages", 3, kFloats, 1);
-  const Tensor qn = Tensor::from(query_norm, "query_norm", 1, kF32, 1);
-  const Tensor f = Tensor::from(frequencies, "inverse_frequencies", 1, kF32, 1);
-  const int64_t rows = plan.rows(), dim = qn.shape[0], kv_heads = k.shape[1] / dim, heads = y.shape[1] / dim;
-  if (kv_heads < 1 || heads < kv_heads || heads % kv_heads != 0)
-    bad_value("out", "must have a multiple of the key heads of query_norm's width");
-  q.check_shape({rows, 2 * heads * dim});
-  k.check_shape({rows, kv_heads * dim});
-  v.check_shape({rows, kv_heads * dim});
-  y.check_shape({rows, heads * dim});
-  pages.check_shape({-1, -1, kv_heads * 2 * dim});
-  for (const Tensor* t : {&v, &pages}) t->check_type(k.type());
-  if (2 * f.shape[0] > dim) bad_value("inverse_frequencies", "must not be more than half of a head");
-  GqaArgs args{};
-  args.query_gate = q.rows();
-  args.key = k.rows();
-  args.value = v.rows();
-  args.out = y.rows();
-  args.query_norm = qn.floats();
-  args.key_norm = vector_of(key_norm, "key_norm", dim);
-  args.eps = eps;
-  args.rows = rows;
-  args.heads = heads;
-  args.kv_heads = kv_heads;
-  args.head_dim = dim;
-  args.half_rotary = f.shape[0];
-  args.values = args.keys = pages_of(pages);
-  args.keys.data += dim * item_bytes(pages.type());
-  args.keys.head_stride = args.values.head_stride = 2 * dim;
-  const auto call = [=](const StepContext& step) { run_gqa(args, pages, f, *step.attention); };
-  perform(call, {nullptr, &plan, nullptr}, {&q, &k, &v}, y,
-          {query_gate, key, value, query_norm, key_norm, frequencies, pages_object, out});
-}
-
-namespace {
-
 // Pointers to the initial records of a step; copies where another sequence writes the slot.
 void resolve_initial(const RecurrentPlan& plan, const KdaArgs& args, std::vector<RecurrentSequence>& sequences) {
   const int64_t item = item_bytes(args.raw.type);
@@ -446,53 +388,6 @@ void gdn_mixer(handle raw, handle decay, handle beta, handle gate, handle conv, 
   KdaArgs args = recurrent_args(in, eps, plan);
   args.silu_gate = true;
   perform_recurrent(in, args, plan);
-}
-
-namespace {
-
-// Rows like those of `x`, or, for None, `x` itself.
-Tensor optional_tensor(handle object, const char* name, const Tensor& x) {
-  if (object.is_none()) return x;
-  const Tensor t = Tensor::from(object, name, 2, kFloats, 1);
-  t.check_shape({x.shape[0], x.shape[1]});
-  t.check_type(x.type());
-  return t;
-}
-
-}  // namespace
-
-void moe(handle x_object, handle logits, handle bias, const Experts& experts, int64_t experts_per_token,
-         bool renormalize, float scaling, handle shared, handle residual, handle out) {
-  const Tensor x = Tensor::from(x_object, "x", 2, kFloats, 1);
-  const Tensor l = Tensor::from(logits, "logits", 2, kF32, 1);
-  const Tensor y = Tensor::from(out, "out", 2, kFloats, 1);
-  const int64_t num_experts = int64_t(experts.down.size());
-  x.check_shape({-1, experts.width});
-  l.check_shape({x.shape[0], num_experts});
-  y.check_shape({x.shape[0], x.shape[1]});
-  y.check_type(x.type());
-  if (y.overlaps(x)) bad_value("out", "must not overlap x");
-  if (experts_per_token < 1 || experts_per_token > num_experts)
-    bad_value("experts_per_token", "must lie in [1, " + std::to_string(num_experts) + "]");
-  MoeArgs args{};
-  args.x = x.rows();
-  args.logits = l.rows();
-  args.bias = vector_of(bias, "bias", num_experts);
-  args.rows = x.shape[0];
-  args.width = x.shape[1];
-  args.inner = experts.inner;
-  args.num_experts = num_experts;
-  args.experts_per_token = experts_per_token;
-  args.renormalize = renormalize;
-  args.scaling = scaling;
-  args.gate_up = experts.gate_up.data();
-  args.down = experts.down.data();
-  const Tensor s = optional_tensor(shared, "shared", x), r = optional_tensor(residual, "residual", x);
-  if (!shared.is_none()) args.shared = s.rows();
-  if (!residual.is_none()) args.residual = r.rows();
-  args.y = y.rows();
-  perform([args](const StepContext&) { kernels().moe(args); }, {}, {&x, &l, &s, &r}, y,
-          {x_object, logits, bias, shared, residual, out, nb::find(experts)});
 }
 
 void embed(handle ids_object, handle table_object, handle out_object) {

@@ -33,8 +33,8 @@ bool Tape::was_written(const Tensor& tensor) const {
   return false;
 }
 
-void Tape::add(Call call, std::initializer_list<const Tensor*> reads, const Tensor& written,
-               std::initializer_list<nb::handle> owners, const StepContext& context) {
+void Tape::add(Call call, const std::vector<const Tensor*>& reads, const Tensor& written,
+               const std::vector<nb::handle>& owners, const StepContext& context) {
   if (context.ids != nullptr) {
     complete_ = complete_ && calls_.empty();
     rows_ = written.shape[0];

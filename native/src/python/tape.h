@@ -4,7 +4,6 @@
 #include <nanobind/nanobind.h>
 
 #include <functional>
-#include <initializer_list>
 #include <utility>
 #include <vector>
 
@@ -38,8 +37,8 @@ class Tape {
 
   static Tape* recording();
   // Owners keep the memory behind the pointers of the call.
-  void add(Call call, std::initializer_list<const Tensor*> reads, const Tensor& written,
-           std::initializer_list<nb::handle> owners, const StepContext& context);
+  void add(Call call, const std::vector<const Tensor*>& reads, const Tensor& written,
+           const std::vector<nb::handle>& owners, const StepContext& context);
 
  private:
   bool was_written(const Tensor& tensor) const;
@@ -54,8 +53,8 @@ class Tape {
 
 // Runs a call without the GIL, and writes it down if somebody records.
 template <class Call>
-void perform(const Call& call, const StepContext& context, std::initializer_list<const Tensor*> reads,
-             const Tensor& written, std::initializer_list<nb::handle> owners) {
+void perform(const Call& call, const StepContext& context, const std::vector<const Tensor*>& reads,
+             const Tensor& written, const std::vector<nb::handle>& owners) {
   if (Tape* tape = Tape::recording()) tape->add(call, reads, written, owners, context);
   nb::gil_scoped_release release;
   call(context);

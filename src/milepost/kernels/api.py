@@ -15,10 +15,10 @@ import torch
 
 from milepost.config import EXACT, check_exactness
 from milepost.errors import ConfigError
-from milepost.kernels import reference_layers
+from milepost.kernels import native_older, reference_layers
 from milepost.kernels.arguments import KdaInputs, KdaParams, MoeParams
 from milepost.kernels.native import NativeOperations
-from milepost.kernels.native_library import CODED_REASON, EXPANDED_REASON, native_library
+from milepost.kernels.native_library import CODED_REASON, EXPANDED_REASON, MIXTURES_REASON, native_library
 from milepost.kernels.native_sampling import NativeSampling
 from milepost.kernels.tapes import StepTapes
 
@@ -75,7 +75,12 @@ class Kernels:
     kda_mixer: Callable[..., torch.Tensor]
     gdn_mixer: Callable[..., torch.Tensor]
     gqa_mixer: Callable[..., torch.Tensor]
+    store_keys_values: Callable[..., None]
+    rotate_heads: Callable[..., torch.Tensor]
+    gate_values: Callable[..., torch.Tensor]
     moe: Callable[..., torch.Tensor]
+    add_shared: Callable[..., torch.Tensor]
+    mix_sources: Callable[..., torch.Tensor]
     choices: tuple[KernelChoice, ...]
     numerics: str
     step_tapes: Callable[[], StepTapes | None]
@@ -114,7 +119,7 @@ def select_kernels(
     chosen = _select(implementation, coded_weights)
     if exactness == EXACT:
         return chosen
-    if chosen.implementation == NATIVE and not native_library().expands_latents:
+    if chosen.implementation != REFERENCE and not native_library().expands_latents:
         raise ConfigError("exactness", EXPANDED_REASON)
     return replace(chosen, exactness=exactness, numerics=f"{chosen.numerics}+{exactness}")
 
@@ -131,15 +136,31 @@ def _select(implementation: str, coded_weights: bool) -> Kernels:
         return _kernels(reference_layers, REFERENCE, CODED_REASON, _reference_numerics())
     if library.module is not None:
         numerics = library.module.numerics_id()
-        return _kernels(NativeOperations(library.module), NATIVE, library.reason, numerics)
+        chosen = _kernels(NativeOperations(library.module), NATIVE, library.reason, numerics)
+        return chosen if library.has_mixtures else _without_mixtures(chosen)
     if implementation == NATIVE:
         raise ConfigError("kernels", library.reason)
     return _kernels(reference_layers, REFERENCE, library.reason, _reference_numerics())
 
 
+def _without_mixtures(chosen: Kernels) -> Kernels:
+    """Native kernels of an older library: torch serves what it lacks, and completes what it has in part."""
+    alone = native_older.REFERENCE_OPERATIONS
+    choices = []
+    for choice in chosen.choices:
+        if choice.operation in alone:
+            choice = KernelChoice(choice.operation, REFERENCE, MIXTURES_REASON)
+        elif choice.operation in native_older.COMPOSED_OPERATIONS:
+            choice = replace(choice, reason=f"{choice.reason}; in part composed: {MIXTURES_REASON}")
+        choices.append(choice)
+    operations: dict[str, Any] = dict(alone)
+    return replace(chosen, choices=tuple(choices), **operations)
+
+
 def _reference_numerics() -> str:
-    # torch chooses its code by version and CPU; both decide roundings.
-    return f"torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
+    # torch chooses its code by version and CPU; both decide roundings. The number rises with every change of
+    # what the reference rounds.
+    return f"torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}-2"
 
 
 def _kernels(source: Any, implementation: str, reason: str, numerics: str) -> Kernels:

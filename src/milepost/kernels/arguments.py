@@ -48,11 +48,12 @@ class MoeParams:
     """Router settings and packed experts.
 
     Attributes:
-        bias: fp32 [experts], decides who is chosen, not how much it counts.
+        bias: fp32 [experts] of a sigmoid router; decides who is chosen, not how much it counts. None = a
+            softmax router.
         experts: from `pack_experts`.
     """
 
-    bias: torch.Tensor
+    bias: torch.Tensor | None
     experts_per_token: int
     renormalize: bool
     scaling_factor: float

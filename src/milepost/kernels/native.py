@@ -8,8 +8,7 @@ only tensor a step allocates, but for copies of it where layers are tapped.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -17,107 +16,28 @@ import torch
 
 from milepost.core.plan import ZERO_STATE
 from milepost.errors import ConfigError
+from milepost.kernels import native_older
 from milepost.kernels.arguments import KdaInputs, KdaParams, MoeParams
 from milepost.kernels.index import AttentionIndex, RecurrentIndex
 from milepost.kernels.native_library import CODED_REASON, NativeLibrary, packing_threads
+from milepost.kernels.native_older import ComposedExperts, ComposedGlu
 from milepost.kernels.native_sampling import NativeSampling
+from milepost.kernels.native_workspace import AnyLinear, DecodedOnUse, NativeExperts, NativeLinear, Workspace
 from milepost.kernels.reference_coded import IntegerWeight, Matrix, Mxfp4Weight, read, stacked
+from milepost.kernels.reference_experts import SWIGLU, GluActivation
 from milepost.kernels.reference_gdn import GdnInputs, GdnParams
 from milepost.kernels.reference_gqa import GqaInputs, GqaParams
 from milepost.kernels.stored import StoredMatrix, StoredPart
-from milepost.kernels.tapes import MAX_TAPE_ROWS, StepTapes
+from milepost.kernels.tapes import StepTapes
 
-_MAX_CACHED_VIEWS = 4096
 _ZEROS = -1
 """What the library takes for the slot of a sequence that starts from zeros."""
-
-
-@dataclass(frozen=True, slots=True)
-class NativeLinear:
-    """A packed weight and where its products go.
-
-    Attributes:
-        bounds: column ranges of the parts.
-    """
-
-    packed: Any
-    name: str
-    out_features: int
-    dtype: torch.dtype
-    bounds: tuple[tuple[int, int], ...] = ()
-
-
-class DecodedOnUse:
-    """A weight of 4-bit floats for a library that lacks them: decoded and packed anew by every product.
-
-    Attributes: as those of `NativeLinear`.
-    """
-
-    def __init__(
-        self, library: ModuleType, weight: Mxfp4Weight, name: str, bounds: tuple[tuple[int, int], ...]
-    ) -> None:
-        self._library = library
-        self._weight = weight
-        self.name = name
-        self.out_features = weight.shape[0]
-        self.dtype = weight.dtype
-        self.bounds = bounds
-
-    @property
-    def packed(self) -> Any:
-        return self._library.pack(self._weight.decode())
-
-
 MXFP4_SCALES = (2, 252)
 """E8M0 codes between which no decoded value is denormal or overflows; weights beyond are kept decoded."""
 
 
-AnyLinear = NativeLinear | DecodedOnUse
-
-
-class Workspace:
-    """Result buffers of one thread. Each grows to the largest number of rows asked for, from as many as a
-    tape may have: tapes keep the buffers they were recorded with, and so share one."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, int, torch.dtype], torch.Tensor] = {}
-        self._views: dict[tuple[str, int, int, torch.dtype], torch.Tensor] = {}
-        self._parts: dict[tuple[str, int, int, torch.dtype], tuple[torch.Tensor, ...]] = {}
-
-    def rows(self, name: str, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """[num_rows, width], contents undefined; a new tensor if the name is empty."""
-        if not name:
-            return torch.empty(num_rows, width, dtype=dtype)
-        key = (name, num_rows, width, dtype)
-        view = self._views.get(key)
-        if view is None:
-            view = self._views[key] = self._buffer(name, num_rows, width, dtype)[:num_rows]
-        return view
-
-    def parts(
-        self, weight: AnyLinear, name: str, num_rows: int
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """A buffer for results of a weight, see `rows`, and the weight's parts of it."""
-        key = (name, num_rows, weight.out_features, weight.dtype)
-        whole = self.rows(*key)
-        parts = self._parts.get(key) if name else None
-        if parts is None:
-            parts = tuple(whole[:, first:end] for first, end in weight.bounds)
-            if name:
-                self._parts[key] = parts
-        return whole, parts
-
-    def _buffer(self, name: str, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        key = (name, width, dtype)
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.shape[0] < num_rows:
-            buffer = self._buffers[key] = torch.empty(max(num_rows, MAX_TAPE_ROWS), width, dtype=dtype)
-            self._views.clear()
-            self._parts.clear()
-        if len(self._views) > _MAX_CACHED_VIEWS:
-            self._views.clear()
-            self._parts.clear()
-        return buffer
+def _betas(activation: GluActivation) -> tuple[float | None, ...]:
+    return () if activation.beta is None else (activation.beta, activation.linear_beta)
 
 
 class _PerThread(threading.local):
@@ -134,6 +54,7 @@ class NativeOperations:
         self._library = library
         known = NativeLibrary(library, "")
         self._has_coded = known.has_coded_weights
+        self._has_mixtures = known.has_mixtures
         self._packs_parts = known.packs_parts
         self._has_tapes = known.has_tapes
         self._samples = known.samples
@@ -150,18 +71,35 @@ class NativeOperations:
             return DecodedOnUse(self._library, weight, name, tuple(bounds))
         return NativeLinear(self._pack(weight), name, weight.shape[0], weight.dtype, tuple(bounds))
 
-    def pack_swiglu(self, gate_up: Matrix, *, name: str = "") -> NativeLinear:
+    def pack_swiglu(
+        self, gate_up: Matrix, *, name: str = "", activation: GluActivation = SWIGLU
+    ) -> NativeLinear | ComposedGlu:
+        if activation != SWIGLU and not self._has_mixtures:
+            return native_older.pack_glu(self, gate_up, name, activation)
         packed = self._pack(gate_up, paired=True)
-        return NativeLinear(packed, name, gate_up.shape[0] // 2, gate_up.dtype)
+        return NativeLinear(packed, name, gate_up.shape[0] // 2, gate_up.dtype, betas=_betas(activation))
 
     def pack_heads(self, weight: torch.Tensor) -> NativeLinear:
         num_heads, out_features, _ = weight.shape
         packed = self._library.pack(weight)
         return NativeLinear(packed, "heads", num_heads * out_features, weight.dtype)
 
-    def pack_experts(self, experts: Sequence[tuple[Matrix, Matrix, Matrix]]) -> Any:
-        gate_up = [self._pack(stacked([gate, up]), paired=True) for gate, up, _ in experts]
-        return self._library.Experts(gate_up, [self._pack(down) for _, _, down in experts])
+    def pack_experts(
+        self,
+        experts: Iterable[tuple[Matrix, Matrix, Matrix]],
+        *,
+        activation: GluActivation = SWIGLU,
+        composed_if_old: bool = False,
+    ) -> NativeExperts | ComposedExperts:
+        if composed_if_old and not self._has_mixtures:
+            return ComposedExperts(
+                tuple(native_older.pack_expert(self, *expert, activation) for expert in experts)
+            )
+        gate_up, low = [], []
+        for gate, up, down in experts:
+            gate_up.append(self._pack(stacked([gate, up]), paired=True))
+            low.append(self._pack(down))
+        return NativeExperts(self._library.Experts(gate_up, low), _betas(activation))
 
     def _pack(self, weight: Matrix, *, paired: bool = False) -> Any:
         if isinstance(weight, torch.Tensor | StoredMatrix):
@@ -229,8 +167,12 @@ class NativeOperations:
         self._library.linear(x, weight.packed, result)
         return parts
 
-    def linear_swiglu(self, x: torch.Tensor, weight: NativeLinear) -> torch.Tensor:
-        return self.linear(x, weight)
+    def linear_swiglu(self, x: torch.Tensor, weight: NativeLinear | ComposedGlu) -> torch.Tensor:
+        if isinstance(weight, ComposedGlu):
+            return weight.run(self, x)
+        result = self._local.workspace.rows(weight.name, x.shape[0], weight.out_features, weight.dtype)
+        self._library.linear(x, weight.packed, result, None, *weight.betas)
+        return result
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None
@@ -324,6 +266,8 @@ class NativeOperations:
     def gqa_mixer(
         self, inputs: GqaInputs, params: GqaParams, pages: torch.Tensor, index: AttentionIndex
     ) -> torch.Tensor:
+        if not params.has_gate and not self._has_mixtures:
+            inputs = native_older.with_open_gate(inputs, params)
         width = params.num_heads * params.head_dim
         result = self._local.workspace.rows("gqa_mixer", inputs.key.shape[0], width, inputs.key.dtype)
         self._library.gqa_mixer(
@@ -340,6 +284,41 @@ class NativeOperations:
         )
         return result
 
+    def rotate_heads(
+        self,
+        x: torch.Tensor,
+        num_heads: int,
+        inverse_frequencies: torch.Tensor,
+        index: AttentionIndex,
+        *,
+        amplitude: float = 1.0,
+        is_interleaved: bool = False,
+    ) -> torch.Tensor:
+        result = self._local.workspace.rows("rotate_heads", x.shape[0], x.shape[1], x.dtype)
+        plan = self.attention_plan(index)
+        self._library.rotate_heads(x, num_heads, inverse_frequencies, amplitude, is_interleaved, plan, result)
+        return result
+
+    def store_keys_values(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        params: GqaParams,
+        pages: torch.Tensor,
+        index: AttentionIndex,
+    ) -> None:
+        if not self._has_mixtures:
+            return native_older.store_keys_values(self, key, value, params, pages, index)
+        self._library.store_keys_values(
+            key,
+            value,
+            params.key_norm,
+            params.norm_eps,
+            params.inverse_frequencies,
+            pages,
+            self.attention_plan(index),
+        )
+
     def moe(
         self,
         x: torch.Tensor,
@@ -347,21 +326,59 @@ class NativeOperations:
         params: MoeParams,
         *,
         shared: torch.Tensor | None,
-        residual: torch.Tensor,
+        residual: torch.Tensor | None,
+        shared_gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if isinstance(params.experts, ComposedExperts):
+            return native_older.moe(
+                x, logits, params, shared=shared, residual=residual, shared_gate=shared_gate
+            )
+        experts: NativeExperts = params.experts
+        result = residual
+        if result is None:
+            result = self._local.workspace.rows("moe", x.shape[0], x.shape[1], x.dtype)
+        added = (shared_gate, *experts.betas) if self._has_mixtures else ()
         self._library.moe(
             x,
             logits,
             params.bias,
-            params.experts,
+            experts.packed,
             params.experts_per_token,
             params.renormalize,
             params.scaling_factor,
             shared,
             residual,
-            residual,
+            result,
+            *added,
         )
+        return result
+
+    def add_shared(
+        self,
+        x: torch.Tensor,
+        shared: torch.Tensor,
+        *,
+        residual: torch.Tensor,
+        gate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        self._library.add_shared(x, shared, gate, residual, residual)
         return residual
+
+    def gate_values(self, values: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        result = self._local.workspace.rows("gate_values", values.shape[0], values.shape[1], values.dtype)
+        self._library.gate_values(values, gate, result)
+        return result
+
+    def mix_sources(
+        self, sources: Sequence[torch.Tensor], query: torch.Tensor, eps: float, *, place: str | None = None
+    ) -> torch.Tensor:
+        first = sources[0]
+        if len(sources) == 1:
+            return first
+        name = "mix_sources" if place is None else place
+        result = self._local.workspace.rows(name, first.shape[0], first.shape[1], first.dtype)
+        self._library.mix_sources(list(sources), query, eps, result)
+        return result
 
     def attention_plan(self, index: AttentionIndex) -> Any:
         """The native form of an index; all layers of a step share one."""

@@ -29,6 +29,13 @@ TAPE_REVISION = 3
 """Revision of the interface that brought tapes of steps."""
 SAMPLING_REVISION = 4
 """Revision of the interface that brought sampling."""
+MIXTURES_REVISION = 5
+"""Revision of the interface that brought experts of every kind, shared experts, output gates, mixes of
+sources, and storing of keys and values alone."""
+MIXTURES_REASON = (
+    f"the installed {DISTRIBUTION} is older than experts of every kind "
+    f"(interface revision {MIXTURES_REVISION}); `make native` rebuilds it"
+)
 CODED_REVISION = 1
 """Revision of the interface that brought weights of few bits; one of an older library is 0."""
 CODED_REASON = (
@@ -71,6 +78,11 @@ class NativeLibrary:
     def samples(self) -> bool:
         """Whether it goes from logits to tokens."""
         return getattr(self.module, "API_REVISION", 0) >= SAMPLING_REVISION
+
+    @property
+    def has_mixtures(self) -> bool:
+        """Whether what `MIXTURES_REVISION` brought is there."""
+        return getattr(self.module, "API_REVISION", 0) >= MIXTURES_REVISION
 
 
 def packing_threads() -> int:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from milepost.kernels.index import AttentionIndex, RecurrentIndex
 from milepost.kernels.reference_coded import ReadMatrix, coded_linear
-from milepost.kernels.reference_experts import expert_sum
+from milepost.kernels.reference_experts import SWIGLU, GluActivation, expert_sum
 from milepost.kernels.rowwise import on_full_vectors
 
 L2_NORM_EPS = 1e-6
@@ -237,18 +237,45 @@ def route(
 
 
 def routed_experts(
-    x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, experts: Sequence[ExpertWeights]
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weights: torch.Tensor,
+    experts: Sequence[ExpertWeights],
+    activation: GluActivation = SWIGLU,
 ) -> torch.Tensor:
-    """Weighted sum of the chosen experts' SwiGLU outputs, fp32 [N, D].
+    """Weighted sum of the chosen experts' outputs, fp32 [N, D].
 
     Args:
         x: [N, D] in the model dtype.
-        expert_ids, weights: from `route`; `expert_sum` has the order of rows and sums.
+        expert_ids, weights: from a router; `expert_sum` has the order of rows and sums.
     """
-    return expert_sum(x, expert_ids, weights, [functools.partial(_swiglu, expert) for expert in experts])
+    callables = [functools.partial(_gated_mlp, expert, activation) for expert in experts]
+    return expert_sum(x, expert_ids, weights, callables)
 
 
-def _swiglu(expert: ExpertWeights, rows: torch.Tensor) -> torch.Tensor:
+def _gated_mlp(expert: ExpertWeights, activation: GluActivation, rows: torch.Tensor) -> torch.Tensor:
     gate, up, down = expert
-    inner = (F.silu(linear(rows, gate).float()) * linear(rows, up).float()).to(rows.dtype)
-    return linear(inner, down)
+    return linear(activation(linear(rows, gate), linear(rows, up)), down)
+
+
+def add_shared(
+    total: torch.Tensor,
+    shared: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """residual + (total + sigmoid(gate) * shared); the sum in brackets is rounded once, in fp32 until then.
+
+    Args:
+        total: [N, D], fp32 or in the model dtype.
+        shared: [N, D] in the model dtype, or None.
+        gate: fp32 [N, 1]; None = 1.
+        residual: [N, D] in the model dtype; None = nothing is added to the rounded sum.
+        dtype: of the result, the model dtype.
+    """
+    total = total.float()
+    if shared is not None:
+        wide = shared.float()
+        total = total + (wide if gate is None else on_full_vectors(torch.sigmoid, gate) * wide)
+    return total.to(dtype) if residual is None else residual + total.to(dtype)

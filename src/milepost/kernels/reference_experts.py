@@ -34,6 +34,8 @@ class GluActivation:
         return (bounded * wide_up).to(gate.dtype)
 
 
+SWIGLU = GluActivation()
+
 Expert = Callable[[torch.Tensor], torch.Tensor]
 """One routed expert: rows [n, D] in the model dtype -> [n, D]."""
 

@@ -23,6 +23,7 @@ class GqaParams:
     Attributes:
         query_norm, key_norm: fp32 [head_dim], as multiplied.
         inverse_frequencies: fp32 [rotary_dim / 2]; rotary_dim <= head_dim, the rest is not rotated.
+        has_gate: whether what attention gives is multiplied by a sigmoid.
     """
 
     num_heads: int
@@ -32,13 +33,14 @@ class GqaParams:
     key_norm: torch.Tensor
     norm_eps: float
     inverse_frequencies: torch.Tensor
+    has_gate: bool = True
 
 
 class GqaInputs(NamedTuple):
     """Projections of the rows of a step, in the model dtype.
 
-    query_gate [N, heads * 2 * head_dim], per head query then gate (before the sigmoid); key and
-    value [N, kv heads * head_dim].
+    query_gate [N, heads * 2 * head_dim], per head query then gate (before the sigmoid), or, without gates,
+    [N, heads * head_dim]; key and value [N, kv heads * head_dim].
     """
 
     query_gate: torch.Tensor
@@ -54,7 +56,8 @@ def inverse_frequencies(rotary_dim: int, theta: float) -> torch.Tensor:
 
 def row_positions(index: AttentionIndex) -> torch.Tensor:
     """int64 [N], absolute position of every row of the step."""
-    return torch.cat([torch.arange(span.position, span.end_position) for span in index.spans])
+    positions = [torch.arange(span.position, span.end_position) for span in index.spans]
+    return torch.cat(positions) if positions else torch.empty(0, dtype=torch.int64)
 
 
 Turns = tuple[torch.Tensor, torch.Tensor]
@@ -104,22 +107,74 @@ def store_and_rotate(
     inputs: GqaInputs, params: GqaParams, pages: torch.Tensor, index: AttentionIndex
 ) -> torch.Tensor:
     """Stores keys and values of the rows; the rotated queries, fp32 [N, heads, head_dim]."""
-    num_rows = inputs.key.shape[0]
-    query = inputs.query_gate.reshape(num_rows, params.num_heads, 2, params.head_dim)[:, :, 0].float()
-    key = inputs.key.reshape(num_rows, params.num_kv_heads, params.head_dim).float()
-    # fp32 angles, as the models were trained: whole positions times rounded frequencies.
-    angles = row_positions(index).float().unsqueeze(1) * params.inverse_frequencies
-    key = rotate(rms_norm(key, params.key_norm, params.norm_eps), angles)
-    value = inputs.value.reshape(key.shape).float()
-    store_rows(pages, torch.cat([value, key], dim=-1).reshape(num_rows, -1), index)
-    return rotate(rms_norm(query, params.query_norm, params.norm_eps), angles)
+    store_keys_values(inputs.key, inputs.value, params, pages, index)
+    query = _per_head(inputs, params)[:, :, 0].float()
+    return rotate(rms_norm(query, params.query_norm, params.norm_eps), row_angles(params, index))
+
+
+def row_angles(params: GqaParams, index: AttentionIndex) -> torch.Tensor:
+    """fp32 [N, A], as the models were trained: whole positions times rounded frequencies."""
+    return row_positions(index).float().unsqueeze(1) * params.inverse_frequencies
+
+
+def store_keys_values(
+    key: torch.Tensor, value: torch.Tensor, params: GqaParams, pages: torch.Tensor, index: AttentionIndex
+) -> None:
+    """Stores what `gqa_mixer` would, and nothing else: keys, normed and rotated, and values.
+
+    Args:
+        key, value: [N, kv heads * head_dim] in the model dtype.
+    """
+    num_rows = key.shape[0]
+    per_head = key.reshape(num_rows, params.num_kv_heads, params.head_dim).float()
+    normed = rms_norm(per_head, params.key_norm, params.norm_eps)
+    rotated = rotate(normed, row_angles(params, index))
+    stored = torch.cat([value.reshape(rotated.shape).float(), rotated], dim=-1)
+    store_rows(pages, stored.reshape(num_rows, -1), index)
 
 
 def gated_output(out: torch.Tensor, inputs: GqaInputs, params: GqaParams) -> torch.Tensor:
-    """out fp32 [N, heads, head_dim] * sigmoid(gate), [N, heads * head_dim] in the model dtype."""
-    num_rows = out.shape[0]
-    gate = inputs.query_gate.reshape(num_rows, params.num_heads, 2, params.head_dim)[:, :, 1].float()
-    return (out * on_full_vectors(torch.sigmoid, gate)).to(inputs.key.dtype).reshape(num_rows, -1)
+    """out fp32 [N, heads, head_dim], times sigmoid(gate) if there is one; [N, heads * head_dim] in the model
+    dtype."""
+    if params.has_gate:
+        out = out * on_full_vectors(torch.sigmoid, _per_head(inputs, params)[:, :, 1].float())
+    return out.to(inputs.key.dtype).flatten(1)
+
+
+def _per_head(inputs: GqaInputs, params: GqaParams) -> torch.Tensor:
+    """[N, heads, 2 or 1, head_dim]: query, then gate if there is one."""
+    parts = 2 if params.has_gate else 1
+    return inputs.query_gate.reshape(inputs.key.shape[0], params.num_heads, parts, params.head_dim)
+
+
+def rotate_heads(
+    x: torch.Tensor,
+    num_heads: int,
+    inverse_frequencies: torch.Tensor,
+    index: AttentionIndex,
+    *,
+    amplitude: float = 1.0,
+    is_interleaved: bool = False,
+) -> torch.Tensor:
+    """Rotary positions of the last entries of every head; fp32 inside, a new tensor or a buffer of its own.
+
+    Args:
+        x: [N, heads * W].
+        inverse_frequencies: fp32 [A]; the last 2 * A entries of a head are rotated.
+        amplitude: what these are multiplied by before.
+        is_interleaved: whether entry 2i is rotated with entry 2i + 1, instead of entry i with entry A + i.
+    """
+    per_head = x.reshape(x.shape[0], num_heads, x.shape[1] // num_heads)
+    width = 2 * inverse_frequencies.shape[0]
+    cos, sin = turns(row_positions(index).float().unsqueeze(1) * inverse_frequencies)
+    rotary = per_head[..., per_head.shape[-1] - width :].float() * amplitude
+    if is_interleaved:
+        first, second = rotary[..., 0::2], rotary[..., 1::2]
+    else:
+        first, second = rotary.chunk(2, dim=-1)
+    parts = (first * cos - second * sin, second * cos + first * sin)
+    joined = torch.stack(parts, dim=-1).flatten(-2) if is_interleaved else torch.cat(parts, dim=-1)
+    return torch.cat([per_head[..., : per_head.shape[-1] - width], joined.to(x.dtype)], dim=-1).flatten(1)
 
 
 def grouped_attention(

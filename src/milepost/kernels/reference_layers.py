@@ -6,17 +6,18 @@ may return memory that the next call with the same `name` overwrites, and may wr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from milepost.kernels import reference, reference_gdn, reference_gqa
+from milepost.kernels import reference, reference_gdn, reference_gqa, reference_residuals
 from milepost.kernels.arguments import KdaInputs, KdaParams, MoeParams
 from milepost.kernels.index import AttentionIndex, RecurrentIndex, RowSpan
 from milepost.kernels.reference import ExpertWeights
 from milepost.kernels.reference_coded import Matrix, ReadMatrix, read
+from milepost.kernels.reference_experts import SWIGLU, GluActivation, softmax_route
 from milepost.kernels.reference_kda import KdaRows, kda
 
 
@@ -41,9 +42,19 @@ def pack_linear(weight: Matrix, *, name: str = "", parts: Sequence[int] = ()) ->
     return ReferenceLinear(read(weight), tuple(parts))
 
 
-def pack_swiglu(gate_up: Matrix, *, name: str = "") -> ReadMatrix:
+@dataclass(frozen=True, slots=True)
+class ReferenceGlu:
+    """Attributes:
+    gate_up: [2 * inner, in], gate over up, coded or not.
+    """
+
+    gate_up: ReadMatrix
+    activation: GluActivation
+
+
+def pack_swiglu(gate_up: Matrix, *, name: str = "", activation: GluActivation = SWIGLU) -> ReferenceGlu:
     """Prepares [2 * inner, in], gate over up, for `linear_swiglu`."""
-    return read(gate_up)
+    return ReferenceGlu(read(gate_up), activation)
 
 
 def pack_heads(weight: torch.Tensor) -> torch.Tensor:
@@ -52,9 +63,30 @@ def pack_heads(weight: torch.Tensor) -> torch.Tensor:
     return weight.float().contiguous()
 
 
-def pack_experts(experts: Sequence[tuple[Matrix, Matrix, Matrix]]) -> tuple[ExpertWeights, ...]:
-    """Prepares (gate, up, down) of every expert for `moe`."""
-    return tuple((read(gate), read(up), read(down)) for gate, up, down in experts)
+@dataclass(frozen=True, slots=True)
+class ReferenceExperts:
+    """Attributes:
+    weights: of every expert.
+    """
+
+    weights: tuple[ExpertWeights, ...]
+    activation: GluActivation
+
+
+def pack_experts(
+    experts: Iterable[tuple[Matrix, Matrix, Matrix]],
+    *,
+    activation: GluActivation = SWIGLU,
+    composed_if_old: bool = False,
+) -> ReferenceExperts:
+    """Prepares (gate, up, down) of every expert for `moe`.
+
+    Args:
+        composed_if_old: the layer is more than SwiGLU experts behind a sigmoid router, so that an older
+            native library has no call for it.
+    """
+    weights = tuple((read(gate), read(up), read(down)) for gate, up, down in experts)
+    return ReferenceExperts(weights, activation)
 
 
 def step_tapes() -> None:
@@ -103,9 +135,13 @@ def linear_parts(
     return torch.split(linear(x, weight), list(weight.parts), dim=-1)
 
 
-def linear_swiglu(x: torch.Tensor, weight: ReadMatrix) -> torch.Tensor:
-    """silu(gate) * up of x [N, in] -> [N, inner]; both products are rounded to the dtype first."""
-    return reference.swiglu(reference.linear(x, weight))
+def linear_swiglu(x: torch.Tensor, weight: ReferenceGlu) -> torch.Tensor:
+    """silu(gate) * up of x [N, in] -> [N, inner], or what the weight's activation makes of them; both
+    products are rounded to the dtype first."""
+    products = reference.linear(x, weight.gate_up)
+    if weight.activation == SWIGLU:
+        return reference.swiglu(products)
+    return weight.activation(*products.chunk(2, dim=-1))
 
 
 def rms_norm(
@@ -122,6 +158,9 @@ def rms_norm(
 
 gdn_mixer = reference_gdn.gdn_mixer
 gqa_mixer = reference_gqa.gqa_mixer
+store_keys_values = reference_gqa.store_keys_values
+rotate_heads = reference_gqa.rotate_heads
+gate_values = reference_residuals.gate_values
 
 
 def store_latents(
@@ -234,22 +273,51 @@ def moe(
     params: MoeParams,
     *,
     shared: torch.Tensor | None,
-    residual: torch.Tensor,
+    residual: torch.Tensor | None,
+    shared_gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """residual + routed experts + shared, [N, D] in the model dtype.
+    """residual + (routed experts + sigmoid(shared_gate) * shared), [N, D] in the model dtype.
 
     Args:
         logits: fp32 [N, experts] of the router.
         shared: output of the shared experts, or None.
+        residual: None = nothing is added to the rounded sum.
+        shared_gate: fp32 [N, 1]; None = 1.
     """
-    ids, weights = reference.route(
+    ids, weights = routed(logits, params)
+    experts: ReferenceExperts = params.experts
+    total = reference.routed_experts(x, ids, weights, experts.weights, experts.activation)
+    return reference.add_shared(total, shared, shared_gate, residual, x.dtype)
+
+
+def routed(logits: torch.Tensor, params: MoeParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Expert ids int64 [N, k], ascending per row, and weights fp32 [N, k] of either router."""
+    if params.bias is None:
+        ids, weights = softmax_route(logits, params.experts_per_token, renormalize=params.renormalize)
+        return ids, weights * params.scaling_factor
+    return reference.route(
         logits,
         params.bias,
         params.experts_per_token,
         renormalize=params.renormalize,
         scaling_factor=params.scaling_factor,
     )
-    total = reference.routed_experts(x, ids, weights, params.experts)
-    if shared is not None:
-        total = total + shared.float()
-    return residual + total.to(x.dtype)
+
+
+def add_shared(
+    x: torch.Tensor, shared: torch.Tensor, *, residual: torch.Tensor, gate: torch.Tensor | None = None
+) -> torch.Tensor:
+    """residual + (x + sigmoid(gate) * shared), [N, D] in the model dtype; `reference.add_shared`."""
+    return reference.add_shared(x, shared, gate, residual, x.dtype)
+
+
+def mix_sources(
+    sources: Sequence[torch.Tensor], query: torch.Tensor, eps: float, *, place: str | None = None
+) -> torch.Tensor:
+    """`reference_residuals.mix_sources`.
+
+    Args:
+        place: None = the result may lie in a buffer that the next mix uses again; "" = it is a new tensor,
+            but a single source comes back as it is.
+    """
+    return reference_residuals.mix_sources(sources, query, eps)

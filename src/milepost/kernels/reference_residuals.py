@@ -1,10 +1,13 @@
-"""Attention residuals over depth (Kimi K3): a layer reads a mix of what earlier blocks produced."""
+"""Attention residuals over depth (Kimi K3), where a layer reads a mix of what earlier blocks produced; and
+output gates."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+
+from milepost.kernels.rowwise import on_full_vectors
 
 
 def mix_sources(sources: Sequence[torch.Tensor], query: torch.Tensor, eps: float) -> torch.Tensor:
@@ -31,3 +34,8 @@ def mix_sources(sources: Sequence[torch.Tensor], query: torch.Tensor, eps: float
     for number, source in enumerate(sources[1:], start=1):
         total = total.addcmul_(weights[:, number : number + 1], source.float())
     return total.to(sources[0].dtype)
+
+
+def gate_values(values: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """values * sigmoid(gate), both [N, W]; fp32 inside, result in the dtype of the values."""
+    return (values.float() * on_full_vectors(torch.sigmoid, gate.float())).to(values.dtype)

@@ -29,7 +29,6 @@ from milepost.kernels.reference import per_head_linear, rms_norm, store_rows
 from milepost.kernels.reference_gqa import GqaParams, Turns
 from milepost.models.block_config import BlockDrafterSpec, BlockGqaSpec, BlockLayerSpec
 from milepost.models.draft_target import DraftTarget
-from milepost.models.gqa import store_keys_values
 from milepost.models.inputs import CacheFields
 from milepost.models.layers import DenseMlp, Loader, RmsNorm
 from milepost.models.layout import KEY_VALUE_FIELD, LATENT_FIELD
@@ -144,7 +143,7 @@ class GqaBlockAttention:
         pages = cache[self._layer, KEY_VALUE_FIELD]
         if self._stored is not None:
             key, value = self._kernels.linear_parts(x, self._entries)
-            store_keys_values(self._kernels, key, value, self._stored, pages, index)
+            self._kernels.store_keys_values(key, value, self._stored, pages, index)
             return
         key, value = self._keys_values(x, self._rotary.turns(reference_gqa.row_positions(index)))
         store_rows(pages, torch.cat([value, key], dim=-1).flatten(1), index)

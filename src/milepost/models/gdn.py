@@ -10,7 +10,7 @@ from milepost.kernels.index import MixerRecord, RecurrentIndex
 from milepost.kernels.reference_coded import Matrix
 from milepost.kernels.reference_gdn import GdnInputs, GdnParams
 from milepost.models.inputs import CacheFields
-from milepost.models.layers import Loader
+from milepost.models.layers import Loader, place_of_sum
 from milepost.models.specs import GdnSpec
 from milepost.models.states import run_mixer
 
@@ -52,7 +52,7 @@ class GdnLayer:
     def __call__(
         self,
         x: torch.Tensor,
-        residual: torch.Tensor,
+        residual: torch.Tensor | None,
         cache: CacheFields,
         index: RecurrentIndex,
         *,
@@ -60,7 +60,7 @@ class GdnLayer:
     ) -> torch.Tensor:
         """x [N, D] after the input norm -> residual + output [N, D]; moves the states of the sequences.
 
-        `residual` may be overwritten unless it is to be kept.
+        `residual` (None = zeros) may be overwritten unless it is to be kept.
         """
         record = index.record
         [place] = [None] if record is None else record.buffers(self._layer, "inputs")
@@ -68,7 +68,9 @@ class GdnLayer:
         if record is not None:
             record.keep(self._layer, inputs)
         mixed = self._mix(inputs, cache, index)
-        return self._kernels.linear(mixed, self._out, residual=residual, place="" if keeps_residual else None)
+        return self._kernels.linear(
+            mixed, self._out, residual=residual, place=place_of_sum(residual, keeps_residual)
+        )
 
     def replay(
         self, record: MixerRecord, places: torch.Tensor, cache: CacheFields, index: RecurrentIndex

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
-from milepost.kernels.api import Kernels
 from milepost.kernels.index import AttentionIndex
 from milepost.kernels.reference_gqa import GqaInputs, GqaParams, inverse_frequencies
 from milepost.models import rope
 from milepost.models.inputs import CacheFields
-from milepost.models.layers import Loader
+from milepost.models.layers import Loader, place_of_sum
 from milepost.models.layout import KEY_VALUE_FIELD
 from milepost.models.specs import GqaSpec
 
-OPEN_GATE = 100.0
-"""Its sigmoid is 1 in fp32; stands in where a layer has no output gate."""
 NO_NORM_EPS = 2.0**80
 NO_NORM_WEIGHT = 2.0**40
 """A norm that leaves its input as it is: x / sqrt(mean(x^2) + eps) * sqrt(eps). In fp32 no mean below 2**55
@@ -47,19 +42,17 @@ class GqaLayer:
         """
         self._kernels = loader.kernels
         self._layer = layer
-        self._has_gate = spec.output_gate
         width = spec.num_heads * spec.head_dim
         parts = ((1 + spec.output_gate) * width, spec.kv_width, spec.kv_width)
         inputs = loader.stacked(("q_proj", "k_proj", "v_proj"), input_size or hidden_size, parts)
         self._inputs = loader.pack_linear(inputs, name=f"{name}.inputs", parts=parts)
         self._out = loader.pack_linear(loader.matrix("o_proj", width, hidden_size), name=f"{name}.out")
         self._params = _params(loader, spec, norm_offset)
-        self._stored = dataclasses.replace(self._params, num_heads=spec.num_kv_heads)
 
     def __call__(
         self,
         x: torch.Tensor,
-        residual: torch.Tensor,
+        residual: torch.Tensor | None,
         cache: CacheFields,
         index: AttentionIndex,
         *,
@@ -67,46 +60,20 @@ class GqaLayer:
     ) -> torch.Tensor:
         """x [N, input size] after the input norm -> residual + output [N, D]; stores the rows in their pages.
 
-        `residual` may be overwritten unless it is to be kept.
+        `residual` (None = zeros) may be overwritten unless it is to be kept.
         """
         query, key, value = self._kernels.linear_parts(x, self._inputs)
-        inputs = GqaInputs(query if self._has_gate else self._with_open_gate(query), key, value)
         pages = cache[self._layer, KEY_VALUE_FIELD]
-        mixed = self._kernels.gqa_mixer(inputs, self._params, pages, index)
-        return self._kernels.linear(mixed, self._out, residual=residual, place="" if keeps_residual else None)
+        mixed = self._kernels.gqa_mixer(GqaInputs(query, key, value), self._params, pages, index)
+        return self._kernels.linear(
+            mixed, self._out, residual=residual, place=place_of_sum(residual, keeps_residual)
+        )
 
     def store(self, x: torch.Tensor, cache: CacheFields, index: AttentionIndex) -> None:
-        """Stores the rows of x, after the input norm, in their pages, as a call would."""
+        """Stores the rows of x, after the input norm, in their pages, and computes nothing else."""
         _, key, value = self._kernels.linear_parts(x, self._inputs)
-        store_keys_values(self._kernels, key, value, self._stored, cache[self._layer, KEY_VALUE_FIELD], index)
-
-    def _with_open_gate(self, query: torch.Tensor) -> torch.Tensor:
-        """[N, heads * head_dim] -> [N, heads * 2 * head_dim], a gate that lets everything through behind
-        every head."""
-        params = self._params
-        per_head = query.new_full((query.shape[0], params.num_heads, 2, params.head_dim), OPEN_GATE)
-        per_head[:, :, 0] = query.reshape(-1, params.num_heads, params.head_dim)
-        return per_head.flatten(1)
-
-
-def store_keys_values(
-    kernels: Kernels,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    params: GqaParams,
-    pages: torch.Tensor,
-    index: AttentionIndex,
-) -> None:
-    """Stores what a mixer would: keys, normed and rotated, and values [N, kv heads * head_dim].
-
-    It is a mixer's call, so that attention of as many heads over the context comes with it, unread.
-
-    Args:
-        params: with as many query heads as key-value heads, the fewest that a mixer takes.
-    """
-    # Nobody reads what comes of the queries.
-    unread = value.new_zeros(value.shape[0], 2 * value.shape[1])
-    kernels.gqa_mixer(GqaInputs(unread, key, value), params, pages, index)
+        pages = cache[self._layer, KEY_VALUE_FIELD]
+        self._kernels.store_keys_values(key, value, self._params, pages, index)
 
 
 def _params(loader: Loader, spec: GqaSpec, norm_offset: float) -> GqaParams:
@@ -132,4 +99,5 @@ def _params(loader: Loader, spec: GqaSpec, norm_offset: float) -> GqaParams:
         key_norm=key_norm,
         norm_eps=spec.norm_eps if has_norms else NO_NORM_EPS,
         inverse_frequencies=frequencies,
+        has_gate=spec.output_gate,
     )

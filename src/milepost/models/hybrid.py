@@ -11,7 +11,6 @@ import torch
 from milepost.kernels.api import Kernels
 from milepost.kernels.index import MixerRecord, RecurrentIndex
 from milepost.kernels.reference_coded import Matrix
-from milepost.kernels.reference_residuals import mix_sources
 from milepost.kernels.tapes import MAX_TAPE_ROWS
 from milepost.models.gdn import GdnLayer
 from milepost.models.gqa import GqaLayer
@@ -19,7 +18,7 @@ from milepost.models.inputs import CacheFields, LayerTaps, StepInputs, StepRows
 from milepost.models.kda import KdaLayer
 from milepost.models.layers import DenseMlp, Loader, RmsNorm
 from milepost.models.mla import MlaLayer
-from milepost.models.moe import MoeMlp, RoutedMlp, moe_mlp
+from milepost.models.moe import MoeMlp
 from milepost.models.quantization import Quantization
 from milepost.models.specs import DecoderSpec, LayerSpec
 from milepost.models.weights import WeightReader
@@ -45,22 +44,22 @@ class DecoderLayer:
         self._mixer_norm = RmsNorm(loader, "input_layernorm", hidden, eps, offset)
         self._mlp_norm = RmsNorm(loader, "post_attention_layernorm", hidden, eps, offset)
         self._recurrent, self._attention = _mixer(loader, index, layer, spec)
-        self._mlp: DenseMlp | MoeMlp | RoutedMlp
+        self._mlp: DenseMlp | MoeMlp
         if layer.mlp == "moe" and spec.moe is not None:
-            self._mlp = moe_mlp(loader.under(spec.moe.names.module), hidden, spec.moe, spec.situ)
+            self._mlp = MoeMlp(loader.under(spec.moe.names.module), hidden, spec.moe, spec.situ)
         else:
             self._mlp = DenseMlp(loader.under("mlp"), hidden, spec.intermediate_size, situ=spec.situ)
 
     def mix(
         self,
         x: torch.Tensor,
-        residual: torch.Tensor,
+        residual: torch.Tensor | None,
         inputs: StepInputs,
         cache: CacheFields,
         *,
         keeps_residual: bool = False,
     ) -> torch.Tensor:
-        """residual + mixer(norm(x)); `residual` may be overwritten unless it is to be kept."""
+        """residual + mixer(norm(x)); `residual` (None = zeros) may be overwritten unless it is to be kept."""
         normed = self._mixer_norm(x)
         if self._recurrent is not None:
             assert inputs.recurrent is not None
@@ -104,9 +103,11 @@ class SourceMix:
     """What one sublayer reads under attention residuals: a softmax mix over blocks.
 
     Attributes:
+        kernels: who mixes.
         query: fp32 [D], norm weight times projection.
     """
 
+    kernels: Kernels
     query: torch.Tensor
     eps: float
 
@@ -115,10 +116,13 @@ class SourceMix:
         """Hub names `NAME_norm.weight` [D] and `NAME_proj.weight` [1, D]."""
         norm = loader.tensor_fp32(f"{name}_norm.weight", spec.hidden_size)
         projection = loader.tensor_fp32(f"{name}_proj.weight", 1, spec.hidden_size)
-        return cls(norm * projection.squeeze(0), spec.norm_eps)
+        return cls(loader.kernels, norm * projection.squeeze(0), spec.norm_eps)
 
-    def __call__(self, blocks: list[torch.Tensor], prefix: torch.Tensor) -> torch.Tensor:
-        return mix_sources([*blocks, prefix], self.query, self.eps)
+    def __call__(
+        self, blocks: list[torch.Tensor], prefix: torch.Tensor, *, place: str | None = None
+    ) -> torch.Tensor:
+        """[N, D]. `place`: see `reference_layers.mix_sources`."""
+        return self.kernels.mix_sources([*blocks, prefix], self.query, self.eps, place=place)
 
 
 class AttentionResiduals:
@@ -152,13 +156,14 @@ class AttentionResiduals:
         is_kept = False
         for index, layer in enumerate(layers):
             source = self._before_mixer[index](blocks, prefix)
+            running: torch.Tensor | None = prefix
             if index % self._block_layers == 0:
                 blocks.append(prefix)
-                prefix = torch.zeros_like(prefix)
-            prefix = layer.mix(source, prefix, inputs, cache, keeps_residual=is_kept)
+                running = None
+            prefix = layer.mix(source, running, inputs, cache, keeps_residual=is_kept)
             prefix = layer.feed(self._before_mlp[index](blocks, prefix), prefix)
             is_kept = taps is not None and taps.keep(index, prefix)
-        return self._output(blocks, prefix)
+        return self._output(blocks, prefix, place="")
 
 
 class HybridDecoder:

@@ -12,7 +12,7 @@ import torch
 from milepost.kernels.api import KdaInputs, KdaParams
 from milepost.kernels.index import MixerRecord, RecurrentIndex
 from milepost.models.inputs import CacheFields
-from milepost.models.layers import Loader
+from milepost.models.layers import Loader, place_of_sum
 from milepost.models.specs import KdaSpec
 from milepost.models.states import run_mixer
 
@@ -53,7 +53,7 @@ class KdaLayer:
     def __call__(
         self,
         x: torch.Tensor,
-        residual: torch.Tensor,
+        residual: torch.Tensor | None,
         cache: CacheFields,
         index: RecurrentIndex,
         *,
@@ -61,7 +61,7 @@ class KdaLayer:
     ) -> torch.Tensor:
         """x [N, D] after the input norm -> residual + output [N, D]; moves the states of the sequences.
 
-        `residual` may be overwritten unless it is to be kept.
+        `residual` (None = zeros) may be overwritten unless it is to be kept.
         """
         ops = self._kernels
         record = index.record
@@ -73,7 +73,7 @@ class KdaLayer:
         if record is not None:
             record.keep(self._layer, inputs)
         mixed = self._mix(inputs, cache, index)
-        return ops.linear(mixed, self._out, residual=residual, place="" if keeps_residual else None)
+        return ops.linear(mixed, self._out, residual=residual, place=place_of_sum(residual, keeps_residual))
 
     def replay(
         self, record: MixerRecord, places: torch.Tensor, cache: CacheFields, index: RecurrentIndex

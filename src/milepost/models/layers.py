@@ -11,7 +11,7 @@ import torch
 
 from milepost.kernels.api import Kernels
 from milepost.kernels.reference_coded import Matrix, quantized, read
-from milepost.kernels.reference_experts import GluActivation
+from milepost.kernels.reference_experts import SWIGLU, GluActivation
 from milepost.kernels.stored import StoredMatrix, StoredPart
 from milepost.models.quantization import Quantization, Role
 from milepost.models.specs import SituSpec
@@ -49,9 +49,10 @@ class Loader:
         """`Kernels.pack_linear` of the weight, quantised if weights of its role are."""
         return self.kernels.pack_linear(self.coded(weight, role), name=name, parts=parts)
 
-    def pack_swiglu(self, gate_up: Matrix, *, name: str = "") -> Any:
+    def pack_swiglu(self, gate_up: Matrix, *, name: str = "", activation: GluActivation = SWIGLU) -> Any:
         """`Kernels.pack_swiglu`, likewise."""
-        return self.kernels.pack_swiglu(self.coded(gate_up, "projection"), name=name)
+        coded = self.coded(gate_up, "projection")
+        return self.kernels.pack_swiglu(coded, name=name, activation=activation)
 
     def coded(self, weight: Matrix, role: Role) -> Matrix:
         """The weight, quantised if weights of its role are. What a file holds coded stays as it is."""
@@ -98,6 +99,12 @@ class Loader:
         return StoredMatrix(tuple(self.unread(f"{name}.weight", out, in_features) for name, out in sizes))
 
 
+def place_of_sum(residual: torch.Tensor | None, keeps_residual: bool) -> str | None:
+    """Where `Kernels.linear` puts residual + product: into the residual, or, if it is to be kept or there is
+    none, into a new tensor."""
+    return "" if keeps_residual or residual is None else None
+
+
 class RmsNorm:
     """Root mean square norm with a weight, stored less `offset`."""
 
@@ -136,20 +143,12 @@ class DenseMlp:
         """
         self._kernels = loader.kernels
         gate_up = loader.stacked(("gate_proj", "up_proj"), hidden_size, (inner_size, inner_size))
-        self._activation: GluActivation | None = None
-        if situ is None:
-            self._gate_up = loader.pack_swiglu(gate_up, name=f"{name}.inner")
-        else:
-            parts = (inner_size, inner_size)
-            self._gate_up = loader.pack_linear(gate_up, name=f"{name}.inner", parts=parts)
-            self._activation = GluActivation(situ.beta, situ.linear_beta)
+        activation = SWIGLU if situ is None else GluActivation(situ.beta, situ.linear_beta)
+        self._gate_up = loader.pack_swiglu(gate_up, name=f"{name}.inner", activation=activation)
         down = loader.matrix("down_proj", inner_size, hidden_size)
         self._down = loader.pack_linear(down, name=f"{name}.out")
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x [N, D] -> [N, D], plus `residual` if given (which may be overwritten)."""
-        if self._activation is None:
-            inner = self._kernels.linear_swiglu(x, self._gate_up)
-        else:
-            inner = self._activation(*self._kernels.linear_parts(x, self._gate_up))
+        inner = self._kernels.linear_swiglu(x, self._gate_up)
         return self._kernels.linear(inner, self._down, residual=residual)

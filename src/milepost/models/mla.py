@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 
 from milepost.config import EXACT
+from milepost.kernels.api import Kernels
 from milepost.kernels.index import AttentionIndex
-from milepost.kernels.reference_gqa import row_positions
-from milepost.kernels.rowwise import on_full_vectors
 from milepost.models import rope
 from milepost.models.inputs import CacheFields
-from milepost.models.layers import Loader, RmsNorm
+from milepost.models.layers import Loader, RmsNorm, place_of_sum
 from milepost.models.layout import LATENT_FIELD
 from milepost.models.rope import RopeSpec
 from milepost.models.specs import MlaSpec
@@ -46,7 +45,7 @@ class MlaLayer:
         self._rotation: _Rotation | None = None
         if spec.rope is not None:
             self._scale *= spec.rope.score_factor
-            self._rotation = _Rotation(spec.rope)
+            self._rotation = _Rotation(loader.kernels, spec.rope)
         self._num_heads = spec.num_heads
         pack = loader.pack_linear
         heads, query_width, latent_width = (
@@ -83,7 +82,7 @@ class MlaLayer:
     def __call__(
         self,
         x: torch.Tensor,
-        residual: torch.Tensor,
+        residual: torch.Tensor | None,
         cache: CacheFields,
         index: AttentionIndex,
         *,
@@ -91,7 +90,7 @@ class MlaLayer:
     ) -> torch.Tensor:
         """x [N, input size] after the input norm -> residual + output [N, D]; stores the rows' latents.
 
-        `residual` may be overwritten unless it is to be kept.
+        `residual` (None = zeros) may be overwritten unless it is to be kept.
         """
         ops = self._kernels
         pages = cache[self._layer, LATENT_FIELD]
@@ -107,8 +106,8 @@ class MlaLayer:
             query, self._absorb_key, self._absorb_value, pages, index, self._scale, self._expand_key
         )
         for gate in gates:
-            values = (values.float() * on_full_vectors(torch.sigmoid, gate.float())).to(values.dtype)
-        return ops.linear(values, self._out, residual=residual, place="" if keeps_residual else None)
+            values = ops.gate_values(values, gate)
+        return ops.linear(values, self._out, residual=residual, place=place_of_sum(residual, keeps_residual))
 
     def store(self, x: torch.Tensor, cache: CacheFields, index: AttentionIndex) -> None:
         """Stores the rows of x, after the input norm, in their pages, and computes nothing else."""
@@ -122,30 +121,28 @@ class MlaLayer:
 class _Rotation:
     """Rotary positions of the last entries of a row."""
 
-    def __init__(self, spec: RopeSpec) -> None:
+    def __init__(self, kernels: Kernels, spec: RopeSpec) -> None:
+        self._kernels = kernels
         self._spec = spec
         self._frequencies = torch.tensor(rope.inverse_frequencies(spec), dtype=torch.float32)
 
     def of_latents(self, latent: torch.Tensor, index: AttentionIndex) -> torch.Tensor:
-        """[N, latent + shared key part], the shared part rotated; a new tensor."""
-        return self._rotated(latent.unsqueeze(1), 1.0, index).squeeze(1)
+        """[N, latent + shared key part], the shared part rotated; valid until the next call."""
+        return self._rotated(latent, 1, 1.0, index)
 
     def of_queries(self, query: torch.Tensor, num_heads: int, index: AttentionIndex) -> torch.Tensor:
-        """[N, heads * (nope + rope)], the last part of every head rotated; a new tensor. Takes what keys are
-        multiplied by as well."""
-        per_head = query.reshape(query.shape[0], num_heads, -1)
-        return self._rotated(per_head, self._spec.amplitude**2, index).flatten(1)
+        """[N, heads * (nope + rope)], the last part of every head rotated; valid until the next call. Takes
+        what keys are multiplied by as well."""
+        return self._rotated(query, num_heads, self._spec.amplitude**2, index)
 
-    def _rotated(self, x: torch.Tensor, amplitude: float, index: AttentionIndex) -> torch.Tensor:
-        """x [N, H, W] with its last `width` entries rotated, fp32 inside."""
-        width = self._spec.width
-        angles = row_positions(index).float().unsqueeze(1) * self._frequencies
-        cos, sin = (on_full_vectors(function, angles).unsqueeze(1) for function in (torch.cos, torch.sin))
-        turned = x[..., -width:].float() * amplitude
-        if self._spec.is_interleaved:
-            first, second = turned[..., 0::2], turned[..., 1::2]
-        else:
-            first, second = turned.chunk(2, dim=-1)
-        parts = (first * cos - second * sin, second * cos + first * sin)
-        joined = torch.stack(parts, dim=-1).flatten(-2) if self._spec.is_interleaved else torch.cat(parts, -1)
-        return torch.cat([x[..., :-width], joined.to(x.dtype)], dim=-1)
+    def _rotated(
+        self, x: torch.Tensor, num_heads: int, amplitude: float, index: AttentionIndex
+    ) -> torch.Tensor:
+        return self._kernels.rotate_heads(
+            x,
+            num_heads,
+            self._frequencies,
+            index,
+            amplitude=amplitude,
+            is_interleaved=self._spec.is_interleaved,
+        )
