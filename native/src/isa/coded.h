@@ -6,6 +6,7 @@
 #pragma once
 
 #include "isa/gemm.h"
+#include "isa/packing.h"
 
 namespace milepost {
 namespace MP_ISA {
