@@ -119,6 +119,31 @@ def test_a_softmax_router_gives_probabilities(isa: str) -> None:
 
 
 @every_isa
+@pytest.mark.parametrize("softmax", [False, True])
+def test_equal_scores_and_scores_that_are_no_numbers(isa: str, softmax: bool) -> None:
+    """Of equals the lowest number is chosen; a row with NaN shows it wherever it stands, and no other row does."""
+    count, per_token = 40, 3
+    one = torch.eye(1)
+    weights = [(one, one, torch.full((1, 1), 2.0**e)) for e in range(20)] * 2
+    logits = torch.zeros(2 + count, count)
+    logits[1, [7, 20, 30, 31]] = 1.0
+    logits[2:] = torch.arange(count)
+    logits[torch.arange(2, 2 + count), torch.arange(count)] = NAN
+    x, bias = torch.ones(2 + count, 1), None if softmax else torch.zeros(count)
+    for kernels in (NativeOperations(library), reference_layers):
+        with using(isa):
+            packed = kernels.pack_experts(weights)
+            rows = kernels.moe(
+                x, logits, MoeParams(bias, per_token, True, 1.0, packed), shared=None, residual=None
+            )
+        silu_of_one = float(torch.nn.functional.silu(torch.ones(())))
+        for row, chosen in ((0, [0, 1, 2]), (1, [7, 20, 30])):
+            expected = silu_of_one * sum(2.0 ** (e % 20) for e in chosen) / per_token
+            assert float(rows[row]) == pytest.approx(expected, rel=1e-5)
+        assert rows[2:].isnan().all()
+
+
+@every_isa
 def test_situ_keeps_the_relative_precision_of_small_values(isa: str) -> None:
     """tanh of denormals, of values around where its formula changes, and far from zero."""
     exponents = torch.linspace(-40, 4, 400, dtype=torch.float64)
@@ -296,6 +321,12 @@ def test_what_does_not_fit_is_refused() -> None:
         (lambda: store(key=x[:2], value=x[:2]), r"key: must have shape \[3, 20\]"),
         (lambda: store(norm=torch.ones(30)), "key_norm: must not be longer than a row of keys"),
         (lambda: store(norm=torch.ones(8)), r"key: must have shape \[3, 16\]"),
+        (lambda: store(norm=torch.ones(0)), "key_norm: must not be longer than a row of keys"),
+        (lambda: library.attend(torch.zeros(3, 0, 40), pages, plan, 40, 1.0, torch.zeros(3, 0, 40)), "a head"),
+        (
+            lambda: library.gqa_mixer(x, x, x, norm[:0], norm[:0], 1e-6, norm[:0], pages, plan, out),
+            "query_norm: must not be empty",
+        ),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=message):
             call()

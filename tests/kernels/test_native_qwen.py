@@ -184,6 +184,8 @@ def test_errors_name_the_argument() -> None:
         index = recurrent_index([4], [0], [-1], [0])
         with pytest.raises(ValueError, match="raw: must hold q and k of a divisor of the value heads"):
             ops.gdn_mixer(inputs._replace(raw=inputs.raw[:, :64]), params, tails, states, index)
+        with pytest.raises(ValueError, match="states: must have heads, keys and values"):
+            ops.gdn_mixer(inputs, params, tails, states[:, :, :0], index)
         with pytest.raises(ValueError, match=r"decay: must have shape \[4, 4\]"):
             ops.gdn_mixer(inputs._replace(decay=inputs.decay[:, :3]), params, tails, states, index)
         attention, sizes = gqa(4, torch.float32, 4, 2, 16, 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -303,6 +304,35 @@ def test_another_thread_makes_tapes_of_its_own() -> None:
     other.join()
     assert steps.calls == 2
     assert all(same_bits(result, expected[0]) for result in (*found, expected[1]))
+
+
+def test_only_the_thread_that_records_stops_and_what_was_dropped_records_no_more() -> None:
+    seen: list[str] = []
+
+    def stop_elsewhere(tape: Any) -> None:
+        with pytest.raises(ValueError, match="another thread records it") as raised:
+            tape.stop(None)
+        seen.append(str(raised.value))
+
+    def record_and_drop() -> None:
+        tape = library.Tape()
+        tape.start()
+        del tape
+        gc.collect()
+        others = [library.Tape() for _ in range(50)]
+        NativeOperations(library).rms_norm(randn(2, 6), torch.ones(6), 1e-6)
+        seen.append(f"{sum(other.num_calls for other in others)} calls elsewhere")
+
+    tape = library.Tape()
+    tape.start()
+    try:
+        for function, given in ((stop_elsewhere, (tape,)), (record_and_drop, ())):
+            thread = threading.Thread(target=function, args=given)
+            thread.start()
+            thread.join()
+    finally:
+        tape.stop(None)
+    assert seen == ["tape: another thread records it", "0 calls elsewhere"]
 
 
 def recorded(call: Callable[[], torch.Tensor]) -> Any:

@@ -7,14 +7,17 @@
 namespace milepost {
 namespace MP_ISA {
 
+// NaN is larger than everything, so that a row with one shows it.
+inline bool larger(float x, float y) { return x > y || (x != x && y == y); }
+
 // Numbers of the `count` largest keys, ascending; equal keys: the lowest numbers.
 inline void choose_largest(const float* keys, int64_t num_keys, int64_t count, int64_t* ids) {
   int64_t found = 0;
   for (int64_t e = 0; e < num_keys; e++) {
     // Those found so far are in descending order.
-    if (found == count && !(keys[e] > keys[ids[count - 1]])) continue;
+    if (found == count && !larger(keys[e], keys[ids[count - 1]])) continue;
     int64_t at = found < count ? found++ : count - 1;
-    for (; at > 0 && keys[e] > keys[ids[at - 1]]; at--) ids[at] = ids[at - 1];
+    for (; at > 0 && larger(keys[e], keys[ids[at - 1]]); at--) ids[at] = ids[at - 1];
     ids[at] = e;
   }
   for (int64_t i = 1; i < count; i++) {

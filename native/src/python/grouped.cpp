@@ -44,7 +44,9 @@ void gqa_mixer(handle query_gate, handle key, handle value, handle query_norm, h
   const Tensor pages = Tensor::from(pages_object, "pages", 3, kFloats, 1);
   const Tensor qn = Tensor::from(query_norm, "query_norm", 1, kF32, 1);
   const Tensor f = Tensor::from(frequencies, "inverse_frequencies", 1, kF32, 1);
-  const int64_t rows = plan.rows(), dim = qn.shape[0], kv_heads = k.shape[1] / dim, heads = y.shape[1] / dim;
+  const int64_t rows = plan.rows(), dim = qn.shape[0];
+  if (dim < 1) bad_value("query_norm", "must not be empty");
+  const int64_t kv_heads = k.shape[1] / dim, heads = y.shape[1] / dim;
   if (kv_heads < 1 || heads < kv_heads || heads % kv_heads != 0)
     bad_value("out", "must have a multiple of the key heads of query_norm's width");
   const bool gated = q.shape[1] != heads * dim;

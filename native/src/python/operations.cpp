@@ -128,6 +128,7 @@ void attend(handle query_object, handle pages_object, AttentionPlan& plan, int64
   const Tensor pages = Tensor::from(pages_object, "pages", 3, kFloats, 1);
   const Tensor out = Tensor::from(out_object, "out", 3, kF32, 3);
   query.check_shape({plan.rows(), -1, pages.shape[2]});
+  if (query.shape[1] < 1) bad_value("query", "must have a head");
   out.check_shape({plan.rows(), query.shape[1], value_width});
   const auto call = [=](const StepContext& step) {
     AttentionArgs args = attention_args(pages, *step.attention, query.shape[1], value_width, scale);
@@ -308,6 +309,7 @@ KdaArgs recurrent_args(const RecurrentInputs& in, float eps, const RecurrentPlan
   const Tensor b = Tensor::from(in.beta, "beta", 2, kFloats, 1), g = Tensor::from(in.gate, "gate", 2, kFloats, 1);
   const Tensor c = Tensor::from(in.conv, "conv", 2, kF32, 2), y = Tensor::from(in.out, "out", 2, kFloats, 1);
   const Tensor t = Tensor::from(in.tails, "tails", 3, kFloats, 1), s = Tensor::from(in.states, "states", 4, kF32, 3);
+  if (s.shape[1] < 1 || s.shape[2] < 1 || s.shape[3] < 1) bad_value("states", "must have heads, keys and values");
   KdaArgs args{};
   args.heads = s.shape[1];
   args.key_dim = s.shape[2];

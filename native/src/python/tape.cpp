@@ -3,7 +3,7 @@
 namespace milepost {
 namespace {
 
-thread_local Tape* current = nullptr;
+thread_local std::shared_ptr<Recorder> current = std::make_shared<Recorder>();
 
 // One past the last byte a tensor may touch.
 const char* end_of(const Tensor& t) {
@@ -14,16 +14,25 @@ const char* end_of(const Tensor& t) {
 
 }  // namespace
 
-Tape* Tape::recording() { return current; }
+Tape::~Tape() {
+  if (recorder_ != nullptr) recorder_->tape = nullptr;
+}
+
+Tape* Tape::recording() { return current->tape; }
 
 void Tape::start() {
-  if (current != nullptr) bad_value("tape", "this thread records already");
+  if (current->tape != nullptr) bad_value("tape", "this thread records already");
   if (!calls_.empty()) bad_value("tape", "was recorded before");
-  current = this;
+  current->tape = this;
+  recorder_ = current;
 }
 
 void Tape::stop(nb::handle result) {
-  if (current == this) current = nullptr;
+  if (recorder_ != nullptr) {
+    if (recorder_ != current) bad_value("tape", "another thread records it");
+    recorder_->tape = nullptr;
+    recorder_ = nullptr;
+  }
   complete_ = complete_ && !result.is_none() && was_written(Tensor::from(result, "result", 2, kFloats, 1));
 }
 

@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 
 #include <functional>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -18,6 +19,13 @@ struct StepContext {
   const RecurrentPlan* recurrent = nullptr;
 };
 
+class Tape;
+
+// What a thread writes down, if it does.
+struct Recorder {
+  Tape* tape = nullptr;
+};
+
 // The calls of one step, written down while they run. They may run again with other token ids and plans of as many
 // rows, and give what the calls themselves would give.
 //
@@ -27,7 +35,12 @@ class Tape {
  public:
   using Call = std::function<void(const StepContext&)>;
 
-  // Calls of this thread are written down until `stop`.
+  Tape() = default;
+  Tape(const Tape&) = delete;
+  Tape& operator=(const Tape&) = delete;
+  ~Tape();
+
+  // Calls of this thread are written down until `stop`, which no other thread may call.
   void start();
   // `result`: what the step gives; without one the tape is of no use.
   void stop(nb::handle result);
@@ -47,6 +60,7 @@ class Tape {
   std::vector<nb::object> owners_;
   std::vector<std::pair<const char*, const char*>> written_;
   StepContext seen_;
+  std::shared_ptr<Recorder> recorder_;  // of the thread that records it
   int64_t rows_ = -1;
   bool complete_ = true;
 };

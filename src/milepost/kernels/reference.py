@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from milepost.kernels.index import AttentionIndex, RecurrentIndex
 from milepost.kernels.reference_coded import ReadMatrix, coded_linear
-from milepost.kernels.reference_experts import SWIGLU, GluActivation, expert_sum
+from milepost.kernels.reference_experts import SWIGLU, GluActivation, expert_sum, largest
 from milepost.kernels.rowwise import on_full_vectors
 
 L2_NORM_EPS = 1e-6
@@ -225,11 +225,10 @@ def route(
         correction_bias: fp32 [E].
 
     Returns:
-        expert ids int64 [N, k], ascending per row so that sums have one order, and fp32 weights [N, k].
+        expert ids int64 [N, k] as of `largest` biased scores, and fp32 weights [N, k].
     """
     scores = on_full_vectors(torch.sigmoid, logits)
-    chosen = torch.topk(scores + correction_bias, experts_per_token, dim=-1).indices
-    chosen = chosen.sort(dim=-1).values
+    chosen = largest(scores + correction_bias, experts_per_token)
     weights = scores.gather(-1, chosen)
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + RENORMALIZE_EPS)

@@ -40,6 +40,13 @@ Expert = Callable[[torch.Tensor], torch.Tensor]
 """One routed expert: rows [n, D] in the model dtype -> [n, D]."""
 
 
+def largest(keys: torch.Tensor, count: int) -> torch.Tensor:
+    """int64 [N, count]: the numbers of each row's largest keys [N, E], ascending, so that sums have one order.
+    Equal keys: the lowest numbers. NaN is larger than everything."""
+    order = torch.sort(keys, dim=-1, descending=True, stable=True).indices
+    return order[:, :count].sort(dim=-1).values
+
+
 def softmax_route(
     logits: torch.Tensor, experts_per_token: int, *, renormalize: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,10 +56,10 @@ def softmax_route(
         logits: fp32 [N, E].
 
     Returns:
-        expert ids int64 [N, k], ascending per row so that sums have one order, and fp32 weights [N, k].
+        expert ids int64 [N, k] as of `largest` logits, and fp32 weights [N, k].
     """
     probabilities = torch.softmax(logits, dim=-1)
-    chosen = torch.topk(probabilities, experts_per_token, dim=-1).indices.sort(dim=-1).values
+    chosen = largest(logits, experts_per_token)
     weights = probabilities.gather(-1, chosen)
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)

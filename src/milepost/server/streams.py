@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -262,7 +262,7 @@ class EventStream(Response):
 
 def encode_event(event: dict[str, Any]) -> bytes:
     """One `data:` line."""
-    return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"
 
 
 def encode_named_event(event: dict[str, Any]) -> bytes:
