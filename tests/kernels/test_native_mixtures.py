@@ -121,7 +121,7 @@ def test_a_softmax_router_gives_probabilities(isa: str) -> None:
 @every_isa
 @pytest.mark.parametrize("softmax", [False, True])
 def test_equal_scores_and_scores_that_are_no_numbers(isa: str, softmax: bool) -> None:
-    """Of equals the lowest number is chosen; a row with NaN shows it wherever it stands, and no other row does."""
+    """Of equals the lowest number is chosen; a row with NaN shows it wherever that stands, no other row does."""
     count, per_token = 40, 3
     one = torch.eye(1)
     weights = [(one, one, torch.full((1, 1), 2.0**e)) for e in range(20)] * 2

@@ -41,7 +41,7 @@ Expert = Callable[[torch.Tensor], torch.Tensor]
 
 
 def largest(keys: torch.Tensor, count: int) -> torch.Tensor:
-    """int64 [N, count]: the numbers of each row's largest keys [N, E], ascending, so that sums have one order.
+    """int64 [N, count]: numbers of each row's largest keys [N, E], ascending, so that sums have one order.
     Equal keys: the lowest numbers. NaN is larger than everything."""
     order = torch.sort(keys, dim=-1, descending=True, stable=True).indices
     return order[:, :count].sort(dim=-1).values
