@@ -121,7 +121,7 @@ def test_a_softmax_router_gives_probabilities(isa: str) -> None:
 @every_isa
 @pytest.mark.parametrize("softmax", [False, True])
 def test_equal_scores_and_scores_that_are_no_numbers(isa: str, softmax: bool) -> None:
-    """Of equals the lowest number is chosen; a row with NaN shows it wherever that stands, no other row does."""
+    """Of equals the lowest number is chosen; a row with NaN shows it, and no other row does."""
     count, per_token = 40, 3
     one = torch.eye(1)
     weights = [(one, one, torch.full((1, 1), 2.0**e)) for e in range(20)] * 2
@@ -293,7 +293,7 @@ def test_what_does_not_fit_is_refused() -> None:
     gate = randn(3, 1)
     moe(shared=x, shared_gate=gate)
     store()
-    out = torch.empty(3, WIDTH)
+    out, none = torch.empty(3, WIDTH), torch.zeros(3, 0, 40)
     for call, message in [
         (lambda: moe(shared_gate=gate), "shared_gate: needs shared experts"),
         (lambda: moe(shared=x, shared_gate=logits), r"shared_gate: must have shape \[3, 1\]"),
@@ -322,7 +322,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (lambda: store(norm=torch.ones(30)), "key_norm: must not be longer than a row of keys"),
         (lambda: store(norm=torch.ones(8)), r"key: must have shape \[3, 16\]"),
         (lambda: store(norm=torch.ones(0)), "key_norm: must not be longer than a row of keys"),
-        (lambda: library.attend(torch.zeros(3, 0, 40), pages, plan, 40, 1.0, torch.zeros(3, 0, 40)), "a head"),
+        (lambda: library.attend(none, pages, plan, 40, 1.0, none), "query: must have a head"),
         (
             lambda: library.gqa_mixer(x, x, x, norm[:0], norm[:0], 1e-6, norm[:0], pages, plan, out),
             "query_norm: must not be empty",

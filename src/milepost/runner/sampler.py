@@ -74,38 +74,34 @@ def sample_checked(
     Args:
         rows: one per row of `logits`; None = nothing is sampled there, and there is no token for it.
     """
-    raw = logits.unbind(0)
-    token_ids, finite = _tokens(logits, raw, rows, native)
-    tokens = [
-        with_logprobs(raw[number], token_ids[number], row.params, native)
-        for number, row in enumerate(rows)
-        if row is not None
-    ]
+    token_ids, finite = _tokens(logits, rows, native)
+    tokens = []
+    for number, row in enumerate(rows):
+        if row is None:
+            continue
+        # Most steps look at no row by itself: taking one apart is an operation of torch.
+        if row.params.num_logprobs is None:
+            tokens.append(SampledToken(token_ids[number]))
+        else:
+            tokens.append(with_logprobs(logits[number], token_ids[number], row.params, native))
     return tokens, finite
 
 
 def token_of(logits: torch.Tensor, row: SamplingRow, native: NativeSampling | None = None) -> int:
     """The token id of one row, fp32 [vocabulary]."""
-    return _tokens(logits.unsqueeze(0), [logits], [row], native)[0][0]
+    return _tokens(logits.unsqueeze(0), [row], native)[0][0]
 
 
 def _tokens(
-    logits: torch.Tensor,
-    raw: Sequence[torch.Tensor],
-    rows: Sequence[SamplingRow | None],
-    native: NativeSampling | None,
+    logits: torch.Tensor, rows: Sequence[SamplingRow | None], native: NativeSampling | None
 ) -> tuple[list[int], list[bool]]:
-    """Per row a token id, which means something where `rows` is not None, and whether it is finite.
-
-    Args:
-        raw: the rows of `logits`.
-    """
+    """Per row a token id, which means something where `rows` is not None, and whether it is finite."""
     if native is not None:
-        return _native_tokens(logits, raw, rows, native)
+        return _native_tokens(logits, rows, native)
     keys = [_key_of(row) for row in rows if row is not None and row.params.temperature > 0.0]
     noise = iter(gumbel_noise(keys, logits.shape[1]))
     token_ids = []
-    for values, row in zip(raw, rows, strict=True):
+    for values, row in zip(logits.unbind(0), rows, strict=True):
         if row is None:
             token_ids.append(0)
         elif row.params.temperature > 0.0:
@@ -116,10 +112,7 @@ def _tokens(
 
 
 def _native_tokens(
-    logits: torch.Tensor,
-    raw: Sequence[torch.Tensor],
-    rows: Sequence[SamplingRow | None],
-    native: NativeSampling,
+    logits: torch.Tensor, rows: Sequence[SamplingRow | None], native: NativeSampling
 ) -> tuple[list[int], list[bool]]:
     """As `_tokens`. Rows that Python changes first take a call of their own."""
     rules: list[SampleRule | None] = [None] * len(rows)
@@ -127,9 +120,8 @@ def _native_tokens(
     for number, row in enumerate(rows):
         if row is not None:
             rules[number] = _rule_of(row, logits.shape[1])
-            processed = _processed(raw[number], row)
-            if processed is not raw[number]:
-                changed[number] = processed
+            if _changes(row):
+                changed[number] = _processed(logits[number], row)
     token_ids, finite = native.sample(
         logits, [None if number in changed else rule for number, rule in enumerate(rules)]
     )
@@ -169,11 +161,21 @@ def log_weights(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
     return _filtered(_processed(logits, row), row.params)
 
 
+def _changes(row: SamplingRow) -> bool:
+    """Whether `_processed` has anything to do."""
+    params = row.params
+    is_penalised = row.history is not None and params.needs_history
+    is_short = row.output_position < params.min_tokens
+    return is_penalised or is_short or bool(params.logit_bias) or row.allowed is not None
+
+
 def _processed(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
     """Penalties, bias and the minimum length; a copy only if something changes.
 
     Ids outside of the vocabulary have no effect.
     """
+    if not _changes(row):
+        return logits
     params = row.params
     vocab_size = logits.shape[0]
     changed = logits
