@@ -143,19 +143,22 @@ struct KdaItem {
 
   // Tokens [first, end) of the block on VECS * 16 value columns. The state comes from `source` and stays
   // in `target`; the update of a token is fused with the reads of the next one.
-  template <int VECS>
+  // AHEAD: half of the next state's lines are fetched while this one is read, half while it is updated; columns of a
+  // slot are too far apart for hardware prefetchers. For single tokens: with several, it would be done for each.
+  template <int VECS, bool AHEAD>
   void recur(const float* source, int64_t source_step, float* target, int64_t target_step, int64_t column,
              int64_t first, int64_t end) {
     Vec by_k[VECS], by_q[VECS], delta[VECS];
     const int64_t keys = a.key_dim;
-    // Half of the next state's lines while this one is read, half while it is updated: columns of a slot are too far
-    // apart for hardware prefetchers.
-    const float* fetched = ahead == nullptr ? source : ahead + column;
-    const int64_t fetched_step = ahead == nullptr ? source_step : a.value_dim;
+    const float* fetched = AHEAD ? ahead + column : nullptr;
+    MP_UNROLL
     for (int j = 0; j < VECS; j++) by_k[j] = by_q[j] = zero();
     for (int64_t d = 0; d < keys; d++) {
       const Vec kd = set1(block.decayed_k[first * key_pad + d]), qd = set1(block.decayed_q[first * key_pad + d]);
-      for (int j = 0; j < VECS; j += 2) prefetch_far(fetched + d * fetched_step + j * kLanes);
+      if (AHEAD)
+        MP_UNROLL
+        for (int j = 0; j < VECS; j += 2) prefetch_far(fetched + d * a.value_dim + j * kLanes);
+      MP_UNROLL
       for (int j = 0; j < VECS; j++) {
         const Vec s = load(source + d * source_step + j * kLanes);
         by_k[j] = fma(kd, s, by_k[j]);
@@ -164,6 +167,7 @@ struct KdaItem {
     }
     for (int64_t t = first; t < end; t++) {
       const Vec beta = set1(block.beta[t]), qk = set1(block.qk[t]);
+      MP_UNROLL
       for (int j = 0; j < VECS; j++) {
         const int64_t at = t * value_pad + column + j * kLanes;
         delta[j] = mul(beta, sub(load(block.v + at), by_k[j]));
@@ -176,7 +180,10 @@ struct KdaItem {
       const float *next_q = block.decayed_q + (last ? t : t + 1) * key_pad;
       for (int64_t d = 0; d < keys; d++) {
         const Vec ed = set1(e[d]), kd = set1(k[d]), nk = set1(next_k[d]), nq = set1(next_q[d]);
-        for (int j = 1; j < VECS; j += 2) prefetch_far(fetched + d * fetched_step + j * kLanes);
+        if (AHEAD)
+          MP_UNROLL
+          for (int j = 1; j < VECS; j += 2) prefetch_far(fetched + d * a.value_dim + j * kLanes);
+        MP_UNROLL
         for (int j = 0; j < VECS; j++) {
           const Vec s = fma(kd, delta[j], mul(ed, load(source + d * source_step + j * kLanes)));
           store(target + d * target_step + j * kLanes, s);
@@ -241,8 +248,10 @@ struct KdaItem {
   void recur_panel(const StatePanels& source, bool from_zero, const StatePanels& target, int64_t column, int64_t first,
                    int64_t end) {
     static const float zeros[kLanes * 4] = {};
-    recur<VECS>(from_zero ? zeros : source.at(column), from_zero ? 0 : source.step(VECS * kLanes), target.at(column),
-                target.step(VECS * kLanes), column, first, end);
+    const float* from = from_zero ? zeros : source.at(column);
+    const int64_t step = from_zero ? 0 : source.step(VECS * kLanes), target_step = target.step(VECS * kLanes);
+    if (ahead == nullptr) recur<VECS, false>(from, step, target.at(column), target_step, column, first, end);
+    else recur<VECS, true>(from, step, target.at(column), target_step, column, first, end);
   }
 
   void recur_all(const StatePanels& source, bool from_zero, const StatePanels& target, int64_t first, int64_t end) {
