@@ -7,6 +7,17 @@
 namespace milepost {
 namespace MP_ISA {
 
+// first[i] and second[i], by the angles of a row.
+MP_INLINE void rotate_pairs(float* first, float* second, const float* cosines, const float* sines, int64_t half) {
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const int64_t left = half - i;
+    const auto part = [left](const float* p) { return load_part(reinterpret_cast<const char*>(p), Type::f32, left); };
+    const Vec cosine = part(cosines + i), sine = part(sines + i), x = part(first + i), y = part(second + i);
+    store_part(reinterpret_cast<char*>(first + i), Type::f32, sub(mul(x, cosine), mul(y, sine)), left);
+    store_part(reinterpret_cast<char*>(second + i), Type::f32, add(mul(y, cosine), mul(x, sine)), left);
+  }
+}
+
 // rms_norm(x) * weight in fp32, then entry i of the first half of the rotary part is rotated with entry i of
 // the second half.
 inline void norm_and_rotate(const GqaArgs& a, const char* x, Type type, const float* weight, int64_t row, float* out) {
@@ -23,14 +34,7 @@ inline void norm_and_rotate(const GqaArgs& a, const char* x, Type type, const fl
     store_part(reinterpret_cast<char*>(out + i), Type::f32, mul(mul(v, scale), w), left);
   }
   const int64_t half = a.half_rotary;
-  for (int64_t i = 0; i < half; i += kLanes) {
-    const int64_t left = half - i;
-    const auto part = [left](const float* p) { return load_part(reinterpret_cast<const char*>(p), Type::f32, left); };
-    const Vec cosine = part(a.cosines + row * half + i), sine = part(a.sines + row * half + i);
-    const Vec first = part(out + i), second = part(out + half + i);
-    store_part(reinterpret_cast<char*>(out + i), Type::f32, sub(mul(first, cosine), mul(second, sine)), left);
-    store_part(reinterpret_cast<char*>(out + half + i), Type::f32, add(mul(second, cosine), mul(first, sine)), left);
-  }
+  rotate_pairs(out, out + half, a.cosines + row * half, a.sines + row * half, half);
 }
 
 inline void gqa_begin_item(const void* args, int64_t item) {
@@ -85,14 +89,7 @@ inline void rotate_head(const RotateArgs& a, int64_t row, const char* x, char* y
     first[i] = pairs[a.interleaved ? 2 * i : i];
     second[i] = pairs[a.interleaved ? 2 * i + 1 : half + i];
   }
-  for (int64_t i = 0; i < half; i += kLanes) {
-    const int64_t left = half - i;
-    const auto of = [left](const float* p) { return load_part(reinterpret_cast<const char*>(p), Type::f32, left); };
-    const Vec cosine = of(a.cosines + row * half + i), sine = of(a.sines + row * half + i);
-    const Vec one = of(first + i), other = of(second + i);
-    store_part(part(first + i), Type::f32, sub(mul(one, cosine), mul(other, sine)), left);
-    store_part(part(second + i), Type::f32, add(mul(other, cosine), mul(one, sine)), left);
-  }
+  rotate_pairs(first, second, a.cosines + row * half, a.sines + row * half, half);
   for (int64_t i = 0; i < half; i++) {
     pairs[a.interleaved ? 2 * i : i] = first[i];
     pairs[a.interleaved ? 2 * i + 1 : half + i] = second[i];

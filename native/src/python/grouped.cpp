@@ -34,6 +34,23 @@ void run_gqa(GqaArgs args, const Tensor& pages, const Tensor& frequencies, Atten
   kernels().gqa_end(args);
 }
 
+// What is stored, and where: pages hold per key-value head the value, then the key.
+GqaArgs stored_args(const Tensor& key, const Tensor& value, const Tensor& pages, const Tensor& frequencies, float eps,
+                    int64_t head_dim) {
+  GqaArgs args{};
+  args.key = key.rows();
+  args.value = value.rows();
+  args.eps = eps;
+  args.rows = key.shape[0];
+  args.kv_heads = key.shape[1] / head_dim;
+  args.head_dim = head_dim;
+  args.half_rotary = frequencies.shape[0];
+  args.values = args.keys = pages_of(pages);
+  args.keys.data += head_dim * item_bytes(pages.type());
+  args.keys.head_stride = args.values.head_stride = 2 * head_dim;
+  return args;
+}
+
 }  // namespace
 
 void gqa_mixer(handle query_gate, handle key, handle value, handle query_norm, handle key_norm, float eps,
@@ -57,23 +74,13 @@ void gqa_mixer(handle query_gate, handle key, handle value, handle query_norm, h
   pages.check_shape({-1, -1, kv_heads * 2 * dim});
   for (const Tensor* t : {&v, &pages}) t->check_type(k.type());
   if (2 * f.shape[0] > dim) bad_value("inverse_frequencies", "must not be more than half of a head");
-  GqaArgs args{};
+  GqaArgs args = stored_args(k, v, pages, f, eps, dim);
   args.query_gate = q.rows();
   args.gated = gated;
-  args.key = k.rows();
-  args.value = v.rows();
   args.out = y.rows();
   args.query_norm = qn.floats();
   args.key_norm = vector_of(key_norm, "key_norm", dim);
-  args.eps = eps;
-  args.rows = rows;
   args.heads = heads;
-  args.kv_heads = kv_heads;
-  args.head_dim = dim;
-  args.half_rotary = f.shape[0];
-  args.values = args.keys = pages_of(pages);
-  args.keys.data += dim * item_bytes(pages.type());
-  args.keys.head_stride = args.values.head_stride = 2 * dim;
   const auto call = [=](const StepContext& step) { run_gqa(args, pages, f, *step.attention); };
   perform(call, {nullptr, &plan, nullptr}, {&q, &k, &v}, y,
           {query_gate, key, value, query_norm, key_norm, frequencies, pages_object, out});
@@ -121,18 +128,8 @@ void store_keys_values(handle key, handle value, handle key_norm, float eps, han
   pages.check_shape({-1, -1, kv_heads * 2 * dim});
   for (const Tensor* t : {&v, &pages}) t->check_type(k.type());
   if (2 * f.shape[0] > dim) bad_value("inverse_frequencies", "must not be more than half of a head");
-  GqaArgs args{};  // without any query heads
-  args.key = k.rows();
-  args.value = v.rows();
+  GqaArgs args = stored_args(k, v, pages, f, eps, dim);  // without any query heads
   args.key_norm = norm.floats();
-  args.eps = eps;
-  args.rows = plan.rows();
-  args.kv_heads = kv_heads;
-  args.head_dim = dim;
-  args.half_rotary = f.shape[0];
-  args.values = args.keys = pages_of(pages);
-  args.keys.data += dim * item_bytes(pages.type());
-  args.keys.head_stride = args.values.head_stride = 2 * dim;
   const auto call = [=](const StepContext& step) {
     AttentionPlan& now = *step.attention;
     now.check(pages.shape[0], pages.shape[1]);

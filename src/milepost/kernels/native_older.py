@@ -1,6 +1,7 @@
 """What a native library before `MIXTURES_REVISION` has no call for, composed of its products and torch.
 
-Roundings are those which such a library has always had: states stored under its name stay valid.
+Roundings are those which such a library has always had: states stored under its name stay valid. Only of
+experts with exactly equal scores others may be chosen than before.
 """
 
 from __future__ import annotations
@@ -11,22 +12,16 @@ from typing import Any, Protocol
 
 import torch
 
-from milepost.kernels import reference, reference_layers, reference_residuals
+from milepost.kernels import reference, reference_layers
 from milepost.kernels.arguments import MoeParams
 from milepost.kernels.index import AttentionIndex
 from milepost.kernels.reference_coded import Matrix, stacked
 from milepost.kernels.reference_experts import GluActivation, expert_sum
 from milepost.kernels.reference_gqa import GqaInputs, GqaParams
 
-add_shared = reference_layers.add_shared
-gate_values = reference_residuals.gate_values
-mix_sources = reference_layers.mix_sources
-rotate_heads = reference_layers.rotate_heads
 REFERENCE_OPERATIONS = {
-    "add_shared": add_shared,
-    "gate_values": gate_values,
-    "mix_sources": mix_sources,
-    "rotate_heads": rotate_heads,
+    name: getattr(reference_layers, name)
+    for name in ("add_shared", "gate_values", "mix_sources", "rotate_heads")
 }
 """Which of them torch serves alone."""
 COMPOSED_OPERATIONS = ("gqa_mixer", "linear_swiglu", "moe", "store_keys_values")

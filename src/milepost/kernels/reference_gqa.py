@@ -107,14 +107,15 @@ def store_and_rotate(
     inputs: GqaInputs, params: GqaParams, pages: torch.Tensor, index: AttentionIndex
 ) -> torch.Tensor:
     """Stores keys and values of the rows; the rotated queries, fp32 [N, heads, head_dim]."""
-    store_keys_values(inputs.key, inputs.value, params, pages, index)
+    angles = row_angles(params.inverse_frequencies, index)
+    _store(inputs.key, inputs.value, params, pages, index, angles)
     query = _per_head(inputs, params)[:, :, 0].float()
-    return rotate(rms_norm(query, params.query_norm, params.norm_eps), row_angles(params, index))
+    return rotate(rms_norm(query, params.query_norm, params.norm_eps), angles)
 
 
-def row_angles(params: GqaParams, index: AttentionIndex) -> torch.Tensor:
-    """fp32 [N, A], as the models were trained: whole positions times rounded frequencies."""
-    return row_positions(index).float().unsqueeze(1) * params.inverse_frequencies
+def row_angles(inverse_frequencies: torch.Tensor, index: AttentionIndex) -> torch.Tensor:
+    """fp32 [N, A], as the models were trained: whole positions times rounded frequencies [A]."""
+    return row_positions(index).float().unsqueeze(1) * inverse_frequencies
 
 
 def store_keys_values(
@@ -125,10 +126,20 @@ def store_keys_values(
     Args:
         key, value: [N, kv heads * head_dim] in the model dtype.
     """
+    _store(key, value, params, pages, index, row_angles(params.inverse_frequencies, index))
+
+
+def _store(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    params: GqaParams,
+    pages: torch.Tensor,
+    index: AttentionIndex,
+    angles: torch.Tensor,
+) -> None:
     num_rows = key.shape[0]
     per_head = key.reshape(num_rows, params.num_kv_heads, params.head_dim).float()
-    normed = rms_norm(per_head, params.key_norm, params.norm_eps)
-    rotated = rotate(normed, row_angles(params, index))
+    rotated = rotate(rms_norm(per_head, params.key_norm, params.norm_eps), angles)
     stored = torch.cat([value.reshape(rotated.shape).float(), rotated], dim=-1)
     store_rows(pages, stored.reshape(num_rows, -1), index)
 
@@ -166,7 +177,7 @@ def rotate_heads(
     """
     per_head = x.reshape(x.shape[0], num_heads, x.shape[1] // num_heads)
     width = 2 * inverse_frequencies.shape[0]
-    cos, sin = turns(row_positions(index).float().unsqueeze(1) * inverse_frequencies)
+    cos, sin = turns(row_angles(inverse_frequencies, index))
     rotary = per_head[..., per_head.shape[-1] - width :].float() * amplitude
     if is_interleaved:
         first, second = rotary[..., 0::2], rotary[..., 1::2]

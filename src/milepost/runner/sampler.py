@@ -174,8 +174,6 @@ def _processed(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
 
     Ids outside of the vocabulary have no effect.
     """
-    if not _changes(row):
-        return logits
     params = row.params
     vocab_size = logits.shape[0]
     changed = logits
